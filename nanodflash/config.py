@@ -1,0 +1,335 @@
+"""Configurations: what a checkpoint is, how the engine runs, what a request asks for.
+
+Frozen and validated when made; no torch. Field names are the keys of `config.json`, so that a
+reader of one can read the other. What a checkpoint asks for and the code does not do is refused
+here, by name, before any weight is read.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+MAX_STOP_IDS = 16  # columns of the per-slot stop table on the device
+
+
+# Every rope type the code does, and the parameters it cannot do without.
+_ROPE_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, scaling type and that type's parameters.
+
+    Source: `rope_parameters`, or the older pair `rope_theta` and `rope_scaling`.
+    """
+
+    rope_theta: float
+    rope_type: str = "default"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], what: str) -> "RopeConfig":
+        """Read the rotary keys of a `config.json`; ValueError for a type the code does not do."""
+        merged = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        theta = merged.pop("rope_theta", config.get("rope_theta"))
+        new_key, old_key = merged.pop("rope_type", None), merged.pop("type", None)
+        rope_type = new_key or old_key or "default"
+        if theta is None:
+            raise ValueError(f"{what}: config.json has no rope_theta")
+        if rope_type not in _ROPE_REQUIRED:
+            known = ", ".join(_ROPE_REQUIRED)
+            raise ValueError(f"{what}: rope type {rope_type!r} is not supported (known: {known})")
+        partial = merged.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if partial != 1.0 or config.get("is_neox_style") is False or "mrope_section" in merged:
+            raise ValueError(f"{what}: only rotate-half RoPE over the whole head is supported")
+        for key in _ROPE_REQUIRED[rope_type]:
+            if key not in merged:
+                raise ValueError(f"{what}: rope type {rope_type!r} needs the key {key!r}")
+        return cls(float(theta), rope_type, merged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The geometry that target and draft share."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+
+
+def _geometry(config: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Check the keys of `TransformerConfig` and return them as keyword arguments."""
+    values: dict[str, Any] = {}
+    for key in (f.name for f in fields(TransformerConfig) if f.name != "rope"):
+        if key not in config:
+            raise ValueError(f"{what}: config.json has no {key}")
+        value = config[key]
+        wanted = "a number above 0" if key == "rms_norm_eps" else "a whole number above 0"
+        number = isinstance(value, float) or (isinstance(value, int) and value is not True)
+        if not number or value <= 0 or (key != "rms_norm_eps" and value != int(value)):
+            raise ValueError(f"{what}: {key} is {value!r}, wanted {wanted}")
+        values[key] = value
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(
+            f"{what}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if values["head_dim"] % 2:
+        raise ValueError(f"{what}: head_dim {values['head_dim']} is odd; RoPE needs pairs")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{what}: hidden_act {config['hidden_act']!r} is not supported, only silu")
+    for key in ("attention_bias", "mlp_bias", "quantization_config", "compression_config"):
+        if config.get(key):
+            raise ValueError(f"{what}: {key} is not supported, got {config[key]!r}")
+    return values | {"rope": RopeConfig.from_dict(config, what)}
+
+
+def _check_architecture(config: Mapping[str, Any], wanted: str, what: str) -> None:
+    got = config.get("architectures")
+    if got != [wanted]:
+        raise ValueError(f"{what}: architectures is {got!r}, wanted [{wanted!r}]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(TransformerConfig):
+    """A dense Qwen3 target. Source: its `config.json`."""
+
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], what: str = "target") -> "TargetConfig":
+        """Read a `config.json`; ValueError names the first key that is missing or not supported."""
+        _check_architecture(config, "Qwen3ForCausalLM", what)
+        layer_types = config.get("layer_types") or []
+        if config.get("use_sliding_window") or set(layer_types) - {"full_attention"}:
+            raise ValueError(f"{what}: use_sliding_window is not supported in a target")
+        tied = config.get("tie_word_embeddings", False)
+        return cls(**_geometry(config, what), tie_word_embeddings=bool(tied))
+
+
+# Keys that change the arithmetic of a drafter and that v1 does not have. A value in the second
+# column is the neutral one and passes.
+_DRAFT_REFUSED = {
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "projector_type": (None, "dflash"),
+    "input_embedding_scale": (None, 1.0),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None,),
+    "sample_from_anchor": (None, False),
+    "use_swa": (None, False),
+    "mask_token": (None,),
+    "conv_kernel_size": (None,),
+    "selector_top_k": (None,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(TransformerConfig):
+    """A DFlash v1 drafter. Source: its `config.json` (dflash.md 1.2)."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    windows: tuple[int | None, ...]  # per layer: sliding window in keys, None = full attention
+    causal: tuple[bool, ...]  # per layer: block rows see only the rows before them
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], what: str = "draft") -> "DraftConfig":
+        """Read a `config.json`; ValueError names the first key that is missing or not supported."""
+        _check_architecture(config, "DFlashDraftModel", what)
+        nested = config.get("dflash_config") or {}
+
+        def read(key: str) -> Any:
+            return nested[key] if key in nested else config.get(key)
+
+        def required_int(key: str, smallest: int) -> int:
+            value = read(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise ValueError(
+                    f"{what}: config.json needs {key} (in dflash_config or at top level), "
+                    f"a whole number >= {smallest}, got {value!r}"
+                )
+            return value
+
+        for key, neutral in _DRAFT_REFUSED.items():
+            if read(key) not in neutral:
+                raise ValueError(f"{what}: {key} = {read(key)!r} is not supported")
+        geometry = _geometry(config, what)
+        num_target_layers = required_int("num_target_layers", 1)
+        layers = geometry["num_hidden_layers"]
+        windows = _draft_windows(config, layers, what)
+        rule = config.get("is_causal", nested.get("causal"))
+        return cls(
+            **geometry,
+            block_size=required_int("block_size", 2),
+            mask_token_id=required_int("mask_token_id", 0),
+            target_layer_ids=_target_layer_ids(read("target_layer_ids"), num_target_layers, what),
+            num_target_layers=num_target_layers,
+            windows=windows,
+            causal=tuple(window is not None if rule is None else bool(rule) for window in windows),
+        )
+
+
+def _target_layer_ids(ids: Any, num_target_layers: int, what: str) -> tuple[int, ...]:
+    """The taps in listed order. They are fixed by training and never guessed."""
+    whole = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+    if not whole or len(set(ids)) != len(ids) or not all(0 <= i < num_target_layers for i in ids):
+        raise ValueError(
+            f"{what}: config.json needs target_layer_ids, a list of distinct layers in "
+            f"0..{num_target_layers - 1}, got {ids!r}"
+        )
+    return tuple(ids)
+
+
+def _draft_windows(config: Mapping[str, Any], layers: int, what: str) -> tuple[int | None, ...]:
+    layer_types = config.get("layer_types") or ["full_attention"] * layers
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown or len(layer_types) != layers:
+        raise ValueError(
+            f"{what}: layer_types wants {layers} entries of full_attention or sliding_attention, "
+            f"got {layer_types!r}"
+        )
+    window = config.get("sliding_window")
+    if "sliding_attention" in layer_types and not (isinstance(window, int) and window > 0):
+        raise ValueError(f"{what}: sliding_attention layers need sliding_window, got {window!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+    """ValueError unless this drafter was made for a target of this shape."""
+    for key, wanted, got in (
+        ("hidden_size", target.hidden_size, draft.hidden_size),
+        ("vocab_size", target.vocab_size, draft.vocab_size),
+        ("num_target_layers", target.num_hidden_layers, draft.num_target_layers),
+    ):
+        if wanted != got:
+            raise ValueError(
+                f"the drafter does not belong to this target: its {key} is {got}, "
+                f"the target's is {wanted}"
+            )
+    if draft.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"draft: mask_token_id {draft.mask_token_id} lies outside the target's table of "
+            f"{target.vocab_size} rows"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of the engine; every one is fixed for its life.
+
+    Args:
+        max_model_len: prompt and new tokens of one request, at most.
+        block_size:    S, anchor and proposals; 1 without a drafter.
+        page_size:     P, tokens a page.
+        num_pages:     N, pages of each pool, the dummy page included.
+        max_seqs:      requests that can hold a slot at once.
+        max_prefill:   T, prompt tokens a step.
+    """
+
+    max_model_len: int
+    block_size: int = 1
+    page_size: int = 64
+    num_pages: int | None = None
+    max_seqs: int = 8
+    max_prefill: int = 512
+
+    def __post_init__(self) -> None:
+        for key, smallest in (
+            ("max_model_len", 2),
+            ("block_size", 1),
+            ("page_size", 1),
+            ("max_seqs", 1),
+            ("max_prefill", 1),
+        ):
+            check_int(key, getattr(self, key), smallest)
+        if self.num_pages is not None:
+            check_int("num_pages", self.num_pages, 2)
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of the page table: a full sequence and the block that runs past its end."""
+        return math.ceil((self.max_model_len + self.block_size) / self.page_size)
+
+    @property
+    def total_pages(self) -> int:
+        """N: `num_pages`, or what `max_seqs` full sequences and the dummy page take."""
+        return self.num_pages or self.max_seqs * self.pages_per_seq + 1
+
+
+def check_int(key: str, value: Any, smallest: int, largest: float = math.inf) -> None:
+    """ValueError unless `value` is a whole number in `smallest..largest`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+        upto = "" if largest == math.inf else f" and at most {largest}"
+        raise ValueError(f"{key} is {value!r}, wanted a whole number of at least {smallest}{upto}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks for.
+
+    Args:
+        max_new_tokens: budget, at least 1.
+        temperature:    0 is greedy: the argmax, lowest id on ties.
+        top_k:          keep the k largest; 0 keeps all.
+        top_p:          keep tokens while the mass before them is below this.
+        min_p:          keep tokens whose probability is at least this share of the largest.
+        seed:           any 64-bit whole number; None draws a fresh one for this request. Two
+                        requests with the same seed share their noise.
+        stop:           strings that end the text; they are not part of it.
+        stop_token_ids: ids that end the request, besides the model's own.
+        ignore_eos:     do not stop at the model's own end-of-sequence ids.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, 1)
+        check_int("top_k", self.top_k, 0)
+        _check_number("temperature", self.temperature, lambda x: 0 <= x, "a number of at least 0")
+        _check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1")
+        _check_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in 0..1")
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop is {self.stop!r}, wanted non-empty strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            check_int("stop_token_ids", token, 0)
+
+
+def _check_number(key: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not accepts(value):
+        raise ValueError(f"{key} is {value!r}, wanted {wanted}")

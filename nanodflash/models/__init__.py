@@ -1,0 +1,1 @@
+"""The two models: pure functions of ids, positions and a sequence memory."""

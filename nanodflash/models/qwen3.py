@@ -1,0 +1,74 @@
+"""Qwen3, dense: the target.
+
+Source: checkpoint keys `model.embed_tokens`, `model.layers.{i}.*`, `model.norm`, `lm_head`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanodflash import ops
+from nanodflash.config import TargetConfig
+from nanodflash.models.layers import Layer, Memory, Part, Rotary, whole
+
+
+class Qwen3(nn.Module):
+    """The target: ids and positions in, hidden states and tapped features out."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        )
+
+    def parts(self) -> dict[str, Part]:
+        """Checkpoint name -> the rows that hold it. A tied head has no name of its own."""
+        named = {"model.embed_tokens.weight": whole(self.embed_tokens)}
+        for i, layer in enumerate(self.layers):
+            named |= {f"model.layers.{i}.{key}": part for key, part in layer.parts().items()}
+        named["model.norm.weight"] = whole(self.norm)
+        if not self.config.tie_word_embeddings:
+            named["lm_head.weight"] = whole(self.lm_head)
+        return named
+
+    def prepare(self, length: int) -> None:
+        """Make the rotary table for positions below `length`; before the first forward."""
+        self.rotary = Rotary(self.config, length, self.embed_tokens)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input rows [..., C] of `ids` [...]; the drafter's input rows are these too."""
+        return F.embedding(ids, self.embed_tokens)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, memory: Memory, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run all layers.
+
+        Args:
+            ids, positions: [...] int64.
+            taps: layers whose output (the residual stream after them, not normed) is recorded.
+        Returns:
+            hidden:   [..., C], after the final norm.
+            features: [..., F*C], the taps in listed order along channels; None without taps.
+        """
+        h = self.embed(ids)
+        rotary = self.rotary(positions)
+        tapped: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            h = layer(h, rotary, memory)
+            if i in taps:
+                tapped[i] = h
+        features = torch.cat([tapped[i] for i in taps], -1) if taps else None
+        return ops.rms_norm(h, self.norm, self.config.rms_norm_eps), features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of final hidden states [..., C]; the drafter's logits are made here too."""
+        return F.linear(hidden, self.lm_head)

@@ -1,0 +1,1 @@
+"""Training of small targets and of DFlash drafters: `python -m nanodflash.train --help`."""
