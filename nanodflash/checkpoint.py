@@ -1,20 +1,260 @@
-"""Hub id or folder -> files -> weights in place, strictly."""
+"""Hub id or folder -> files -> weights in place, strictly.
 
+A checkpoint is opened without its weights, so that what does not fit is refused before gigabytes
+are downloaded. Then every header is checked before any tensor is read, and tensors go one by one
+from the mapped files into the rows of the fused parameters.
+"""
+
+import glob
 import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+
+from nanodflash.models.layers import Part
+
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("BF16", "F16", "F32", "F64")  # anything else is quantised, or not a weight
+MAX_NAMES = 8  # an error names this many of a kind and counts the rest
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: everything but the weights is in `folder`.
+
+    Args:
+        name:     as the user wrote it.
+        config:   the parsed `config.json`.
+        revision: the hub's commit that `folder` holds; None for a local folder.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    revision: str | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text. Source: `eos_token_id` of `generation_config.json`, else of config.
+
+        Raises:
+            ValueError: it is neither an id nor a list of ids.
+        """
+        path = self.folder / "generation_config.json"
+        ids = _read_object(path).get("eos_token_id") if path.exists() else None
+        ids = self.config.get("eos_token_id") if ids is None else ids
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(i) is int and i >= 0 for i in listed):
+            raise ValueError(f"{self.name}: eos_token_id is {ids!r}, wanted an id or a list of ids")
+        return tuple(listed)
+
+
+def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
+    """Find a checkpoint and read its `config.json`; a hub id is downloaded without its weights.
+
+    Args:
+        name:     a folder, else a hub id. Token, cache, endpoint and offline mode are those of
+                  huggingface_hub and its environment variables.
+        revision: branch, tag or commit of a hub id.
+    Raises:
+        ValueError: there is no such checkpoint, or its `config.json` cannot be read.
+    """
+    if os.path.isdir(name):
+        if revision is not None:
+            raise ValueError(
+                f"{name} is a local folder and has no revision {revision!r}: leave it out"
+            )
+        folder, commit = Path(name), None
+    elif os.path.exists(name):
+        raise ValueError(f"{name} is a file: give the folder that holds config.json")
+    else:
+        folder = _download(name, revision, TEXT_FILES)
+        commit = folder.name  # the weights must come from the same commit, even if main moves on
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{name} holds no config.json: is it a model, in Hugging Face's format?")
+    return Checkpoint(name, folder, _read_object(folder / "config.json"), commit)
+
+
+def load_model(
+    model_class: Callable[[Any], Model],
+    config: Any,
+    checkpoint: Checkpoint,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Model:
+    """Build `model_class(config)` on `device` in `dtype`, ready for inference.
+
+    Raises:
+        ValueError: a file is absent or broken, or tensors and config do not name the same things.
+    """
+    with torch.device("meta"):
+        model = model_class(config)
+    placed = _weight_map(checkpoint)
+    if getattr(config, "tie_word_embeddings", False):
+        placed.pop("lm_head.weight", None)  # redundant: the head is the embedding
+    with ExitStack() as stack:
+        shards = {
+            file: stack.enter_context(_open(checkpoint.folder / file))
+            for file in sorted(set(placed.values()))
+        }
+        _check(checkpoint, placed, shards, _parts(model))
+        _allocate(model, device, dtype)
+        for name, part in _parts(model).items():
+            part.view().copy_(shards[placed[name]].get_tensor(name))
+    return model.eval()
 
 
 def save_model(folder: Path, model: nn.Module, config: dict[str, Any]) -> None:
     """Write `config.json` and `model.safetensors` (bf16), named as the public checkpoints are."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: part.view().to(torch.bfloat16).contiguous()
-        for name, part in model.parts().items()  # type: ignore[operator]
+        name: part.view().to(torch.bfloat16).contiguous() for name, part in _parts(model).items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _parts(model: nn.Module) -> dict[str, Part]:
+    return model.parts()  # type: ignore[operator]
+
+
+def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Give the parameters memory. `to_empty` would part a tied head from its embedding."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in made:
+                empty = torch.empty_like(old, device=device, dtype=dtype)
+                made[old] = nn.Parameter(empty, requires_grad=False)
+            setattr(module, key, made[old])
+
+
+def _weight_map(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor -> the file that holds it; the files are there."""
+    folder = _fetch(checkpoint, (WEIGHTS, INDEX))
+    if (folder / WEIGHTS).exists():
+        with _open(folder / WEIGHTS) as file:
+            return dict.fromkeys(file.keys(), WEIGHTS)
+    if not (folder / INDEX).exists():
+        raise ValueError(
+            f"{checkpoint.name} has neither {WEIGHTS} nor {INDEX}; only safetensors are read: "
+            "convert other formats first"
+        )
+    placed = _read_object(folder / INDEX).get("weight_map")
+    if not (isinstance(placed, dict) and placed):
+        raise ValueError(f"{folder / INDEX} has no weight_map: download it again")
+    for shard in placed.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{folder / INDEX}: {shard!r} is not the name of a file beside it")
+    shards = sorted(set(placed.values()))
+    _fetch(checkpoint, shards)
+    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    if absent:
+        raise ValueError(f"{checkpoint.name} lacks {_some(absent)}, which {INDEX} names")
+    return placed
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error}): download it again") from error
+
+
+def _check(
+    checkpoint: Checkpoint, placed: dict[str, str], shards: dict[str, Any], parts: dict[str, Part]
+) -> None:
+    """ValueError that names all that differs between the headers and `parts`."""
+    held = {file: set(shard.keys()) for file, shard in shards.items()}
+    misplaced, shapes, dtypes = [], [], []
+    for name, file in placed.items():
+        if name not in held[file]:
+            misplaced.append(f"{name} (not in {file})")
+        elif name in parts:
+            header = shards[file].get_slice(name)
+            got, wanted = header.get_shape(), list(parts[name].view().shape)
+            if got != wanted:
+                shapes.append(f"{name} is {got}, wanted {wanted}")
+            if header.get_dtype() not in DTYPES:
+                dtypes.append(f"{name} is {header.get_dtype()}, wanted {'/'.join(DTYPES)}")
+    problems = {
+        "missing": [name for name in parts if name not in placed],
+        "unexpected": [name for name in placed if name not in parts],
+        f"misplaced by {INDEX}": misplaced,
+        "of another shape": shapes,
+        "of an unsupported dtype": dtypes,
+    }
+    told = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+    if told:
+        raise ValueError(f"{checkpoint.name}: its tensors do not fit its config.json; {told}")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _fetch(checkpoint: Checkpoint, files: Iterable[str]) -> Path:
+    """Have those of `files` that exist in the checkpoint's folder."""
+    if checkpoint.revision is not None:
+        _download(checkpoint.name, checkpoint.revision, files)
+    return checkpoint.folder
+
+
+def _download(name: str, revision: str | None, files: Iterable[str]) -> Path:
+    # Imported here: it reads its environment when imported, and a local folder does without it.
+    from huggingface_hub import snapshot_download
+
+    patterns = [glob.escape(file) for file in files]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # its HTTP client's errors come through too, and share no base
+        raise ValueError(f"{name}{_explain(error, revision)}") from error
+
+
+def _explain(error: BaseException, revision: str | None) -> str:
+    """What follows the name: why a download failed, and what to do."""
+    from huggingface_hub import errors
+
+    # "Not in the cache" is raised from the reason why the hub itself could not be asked.
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+        error = error.__cause__
+    if isinstance(error, errors.HFValidationError):
+        return " is neither a folder nor a hub id such as Qwen/Qwen3-8B: check the path"
+    if isinstance(error, errors.GatedRepoError):
+        return " is gated: accept its terms on its page on the hub, then set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return " is no folder here, and not on the hub: check the name (private: set HF_TOKEN)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f" has no revision {revision!r}: check the branch, tag or commit"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return " is not (wholly) in the cache, and HF_HUB_OFFLINE is set: run once without it"
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return f" could not be downloaded ({reason}): try again; what has arrived is kept"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from nanodflash import ops
 from nanodflash.config import DraftConfig
-from nanodflash.models.layers import Layer, Memory, Part, Rotary, whole
+from nanodflash.models.layers import Layer, Memory, Part, Rotary, Writer, whole
 
 
 class DFlash(nn.Module):
@@ -44,7 +44,7 @@ class DFlash(nn.Module):
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary(positions.clamp(max=self.rotary.length - 1))
 
-    def inject(self, features: Tensor, positions: Tensor, memory: Memory) -> None:
+    def inject(self, features: Tensor, positions: Tensor, memory: Writer) -> None:
         """Write every layer's K/V rows for committed positions.
 
         Args:

@@ -32,8 +32,12 @@ class Memory(Protocol):
         """
         ...
 
+
+class Writer(Protocol):
+    """A sequence memory that takes rows without a query: what the drafter injects into."""
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep `k`, `v` [..., Hkv, D] without a query: the drafter's injection."""
+        """Keep `k`, `v` [..., Hkv, D]."""
         ...
 
 
@@ -111,7 +115,7 @@ class Layer(nn.Module):
         x = ops.rms_norm(h, self.post_attention_layernorm, self.eps)
         return h + F.linear(ops.silu_mul(F.linear(x, self.gate_up_proj)), self.down_proj)
 
-    def inject(self, c: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> None:
+    def inject(self, c: Tensor, rotary: tuple[Tensor, Tensor], memory: Writer) -> None:
         """Write this layer's K/V rows made from context rows `c` [..., C]: no input_layernorm.
 
         Source: dflash.md 1.5, context side.

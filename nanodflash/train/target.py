@@ -62,10 +62,6 @@ class DenseMemory:
             1, 2
         )
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """A target is never injected into."""
-        raise AssertionError("DenseMemory keeps nothing")
-
 
 def initialise(module: torch.nn.Module) -> None:
     """Embeddings 0.02; matrices by their input width; what writes to the residual stream zero."""

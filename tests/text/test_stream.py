@@ -102,6 +102,12 @@ def test_characters_are_shown_as_soon_as_they_are_whole(byte_level_tokenizer):
     assert [decoder.push([i]) for i in ids] == ["", "", "", "👍", "a"]
 
 
+def test_added_token_behind_unfinished_bytes(byte_level_tokenizer):
+    ids = [byte_level_tokenizer.backend.token_to_id(piece) for piece in ("ð", "ok 你", "a")]
+    pieces, _ = stream(byte_level_tokenizer, ids, [1])
+    assert pieces == ["", "\ufffdok 你", "a", ""]
+
+
 def test_bytes_that_cannot_become_a_character_do_not_pile_up(byte_level_tokenizer):
     bad = byte_level_tokenizer.backend.token_to_id("ÿ")
     decoder = StreamDecoder(byte_level_tokenizer)
@@ -128,7 +134,8 @@ def test_special_and_unknown_ids_inside_a_character(any_tokenizer):
 
 def single(tokenizer: Tokenizer, text: str) -> list[int]:
     """One token a character (ASCII)."""
-    return [tokenizer.backend.token_to_id(char) for char in text]
+    vocab = tokenizer.backend.get_vocab()
+    return [vocab[char] for char in text]
 
 
 def test_stop_across_tokens(byte_level_tokenizer):
@@ -168,6 +175,8 @@ def test_held_text_is_released_when_it_cannot_become_a_stop(byte_level_tokenizer
 
 def test_stop_inside_an_open_run_of_byte_tokens(byte_fallback_tokenizer):
     newline, letter = map(byte_fallback_tokenizer.backend.token_to_id, ("<0x0A>", "a"))
-    decoder = StreamDecoder(byte_fallback_tokenizer, ("\n",))
-    assert decoder.push([letter, newline, newline, letter]) == "a"
-    assert (decoder.stopped, decoder.num_tokens) == ("\n", 2)
+    for stop, text in (("\n", "ba"), ("a\n", "b")):
+        decoder = StreamDecoder(byte_fallback_tokenizer, (stop,))
+        ids = [*single(byte_fallback_tokenizer, "b"), letter, newline, newline, letter]
+        assert decoder.push(ids) == text
+        assert (decoder.stopped, decoder.num_tokens) == (stop, 3)

@@ -142,6 +142,13 @@ def test_template_environment(byte_level_tokenizer):
     )
 
 
+def test_lines_of_template_blocks_leave_no_space(byte_level_tokenizer):
+    template = (
+        "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+    )
+    assert with_template(byte_level_tokenizer, template).chat(USER * 2) == "Hi\nHi\n"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -1,0 +1,1 @@
+"""Triton kernels; imported as `nanodflash.kernels`. Empty so far: the ops run in plain torch."""

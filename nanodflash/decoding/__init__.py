@@ -1,0 +1,1 @@
+"""The method: prefill, draft, verify, commit on paged caches and device state."""

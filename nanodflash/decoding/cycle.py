@@ -1,0 +1,281 @@
+"""The cycle: prefill once, then draft, verify, commit until a row is done.
+
+A row of the batch is a slot. At the top of a cycle, tokens[0 .. len] are emitted, tokens[len] is
+the anchor, and both pools hold K/V of 0 .. len-1 exactly. The draft step fills a block at
+len .. len+S-1; the verify step runs the target over it; the commit step moves `len` past what
+was accepted and injects the target's features of it into the draft pool.
+
+No step asks the device for anything: shapes follow from `Facts` and the number of slots, so a
+CUDA graph can hold draft, and verify with commit. Prefill runs eagerly.
+
+Source: dflash.md 2; design: state on the device, nothing rolled back, one acceptance rule.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanodflash import ops
+from nanodflash.config import EngineConfig
+from nanodflash.decoding.kv_cache import (
+    KVPool,
+    PagedMemory,
+    RaggedMemory,
+    RowWriter,
+    paged_memory,
+    row_index,
+)
+from nanodflash.decoding.sampling import Sampler, choose, propose
+from nanodflash.decoding.state import ACTIVE, FINISHED, DeviceState
+from nanodflash.models.dflash import DFlash
+from nanodflash.models.qwen3 import Qwen3
+
+Proposer = Callable[[Tensor, Tensor], Tensor]
+
+# Columns of a result record; the W ids of the row follow.
+EMITTED, ACCEPTED, RAW_ACCEPTED, FINISH, LENGTH, EPOCH, RECORD = range(7)
+RUNNING, STOP, BUDGET = range(3)  # values of FINISH
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the host knows of a step and what is baked into it: the key of a captured graph.
+
+    Attributes:
+        width:     W, rows the target verifies a request: S, or 1 when nothing is drafted.
+        sampler:   "greedy" when every row is at temperature 0.
+        speculate: draft, tap and inject; otherwise the target alone, which leaves no draft rows.
+        kv_bound:  upper bound of len + S over the rows, for the reference ops.
+    """
+
+    width: int
+    sampler: Sampler
+    speculate: bool
+    kv_bound: int
+
+
+class Decoder:
+    """Everything the steps touch: models, pools, state and constant buffers, allocated once.
+
+    Args:
+        proposer: replaces the drafter's ids: (tokens [B, Lmax], len [B]) -> [B, S-1], where
+                  tokens[b, len[b]] is the anchor. The drafter, where there is one, still runs.
+    """
+
+    def __init__(
+        self,
+        target: Qwen3,
+        draft: DFlash | None,
+        config: EngineConfig,
+        proposer: Proposer | None = None,
+    ) -> None:
+        self.target, self.draft, self.proposer = target, draft, proposer
+        like, size = target.embed_tokens.detach(), config.block_size
+        places = config.pages_per_seq * config.page_size
+        target.prepare(places)
+        pages = (config.total_pages, config.page_size)
+        self.target_pool = KVPool(target.config, *pages, like)
+        self.draft_pool: KVPool | None = None
+        self.taps: Sequence[int] = ()
+        if draft is not None:
+            draft.prepare(places)
+            self.draft_pool = KVPool(draft.config, *pages, like)
+            self.taps = draft.config.target_layer_ids
+            self.masks = torch.full((size - 1,), draft.config.mask_token_id, device=like.device)
+        self.state = DeviceState.allocate(config, like.device)
+        self.positions = torch.arange(places + size, device=like.device)
+        self.vocabulary = torch.arange(target.config.vocab_size, device=like.device)
+        self.block_size = size
+
+
+class Span(NamedTuple):
+    """A chunk of a prompt: its tokens `start:stop`; `last` when the prompt ends with it."""
+
+    slot: int
+    start: int
+    stop: int
+    last: bool
+
+
+class Verified(NamedTuple):
+    """What the target said of a block. `num_accepted` is not cut yet."""
+
+    positions: Tensor  # [B, W]
+    tokens: Tensor  # [B, W], the target's choice after every row
+    num_accepted: Tensor  # [B]
+    features: Tensor | None  # [B, W, F*C]
+
+
+def _rows(decoder: Decoder, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Page table rows and activity of the slots. Inactive rows get the dummy page."""
+    active = decoder.state.state[slots] == ACTIVE
+    return decoder.state.page_table[slots] * active[:, None], active
+
+
+@torch.inference_mode()
+def prefill_step(
+    decoder: Decoder, spans: Sequence[Span], finals: Tensor, facts: Facts
+) -> Tensor | None:
+    """Run prompt chunks of several requests, flattened; emit the first token of those that end.
+
+    Args:
+        spans:  the chunks; what lies before a chunk is in the cache already.
+        finals: [R] int64, slots of the spans that are `last`, in order.
+        facts:  width 1; `kv_bound` is not used, a span knows its end.
+    Returns:
+        The record [R, RECORD + 1] of the requests whose prompt ended, or None.
+    """
+    state, positions = decoder.state, decoder.positions
+    ids = torch.cat([state.tokens[s.slot, s.start : s.stop] for s in spans])
+    where = torch.cat([positions[s.start : s.stop] for s in spans])
+    ragged, ends, done = [], [], 0
+    for span in spans:
+        count = span.stop - span.start
+        memory = paged_memory(
+            decoder.target_pool,
+            state.page_table[span.slot : span.slot + 1],
+            positions[span.start : span.start + 1],
+            positions[:count],
+            positions,
+            span.stop,
+        )
+        ragged.append((done, done + count, memory))
+        done += count
+        if span.last:
+            ends.append(done - 1)
+    taps = decoder.taps if facts.speculate else ()
+    hidden, features = decoder.target(ids, where, RaggedMemory(ragged), taps)
+    if features is not None and decoder.draft is not None and decoder.draft_pool is not None:
+        index = torch.cat([memory.index[0] for _, _, memory in ragged])
+        decoder.draft.inject(features, where, RowWriter(decoder.draft_pool.rows, index))
+    if not ends:
+        return None
+    state.state.index_fill_(0, finals, ACTIVE)
+    last = torch.cat([hidden[end : end + 1] for end in ends])[:, None]
+    after = state.len[finals][:, None] + 1
+    tokens = _choose(decoder, decoder.target.logits(last), finals, after, facts)
+    return _commit(decoder, finals, tokens, torch.zeros_like(finals))
+
+
+@torch.inference_mode()
+def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
+    """Propose a block for every slot [B]: ids [B, S-1] for the positions after the anchor.
+
+    The block's K/V rows go to len .. len+S-1 of the draft pool; the commit's injection, or the
+    next block, overwrites them.
+    """
+    state, size = decoder.state, decoder.block_size
+    start = state.len[slots]
+    proposals = None
+    if decoder.draft is not None and decoder.draft_pool is not None:
+        table, _ = _rows(decoder, slots)
+        offsets = decoder.positions[:size]
+        block = torch.cat(
+            [state.anchor[slots][:, None], decoder.masks.expand(len(slots), -1)], 1
+        )
+        memory = paged_memory(
+            decoder.draft_pool, table, start, offsets, decoder.positions, facts.kv_bound
+        )
+        positions = start[:, None] + offsets
+        hidden = decoder.draft(decoder.target.embed(block), positions, memory)
+        logits = decoder.target.logits(hidden[:, 1:])
+        if facts.sampler == "greedy":
+            proposals = logits.argmax(-1)
+        else:
+            proposals = propose(logits, state, slots, positions[:, 1:], decoder.vocabulary)
+    if decoder.proposer is not None:
+        proposals = decoder.proposer(state.tokens[slots], start)
+    assert proposals is not None, "a draft step needs a drafter or a proposer"
+    return proposals
+
+
+@torch.inference_mode()
+def verify_step(
+    decoder: Decoder, slots: Tensor, proposals: Tensor | None, facts: Facts
+) -> Verified:
+    """Run the target over anchor and proposals, and count what it agrees with.
+
+    Args:
+        slots:     [B].
+        proposals: [B, S-1]; the first W-1 are verified. None when W is 1.
+    """
+    state, width = decoder.state, facts.width
+    table, _ = _rows(decoder, slots)
+    start, offsets = state.len[slots], decoder.positions[:width]
+    block = state.anchor[slots][:, None]
+    if proposals is not None:
+        block = torch.cat([block, proposals[:, : width - 1]], 1)
+    memory = paged_memory(
+        decoder.target_pool, table, start, offsets, decoder.positions, facts.kv_bound
+    )
+    positions = start[:, None] + offsets
+    taps = decoder.taps if facts.speculate else ()
+    hidden, features = decoder.target(block, positions, memory, taps)
+    tokens = _choose(decoder, decoder.target.logits(hidden), slots, positions + 1, facts)
+    counted = state.draft_limit[slots] - start - 1
+    accepted = ops.count_accepted(block[:, 1:], tokens, counted)
+    return Verified(positions, tokens, accepted, features)
+
+
+@torch.inference_mode()
+def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Tensor:
+    """Make the accepted run real: inject its features, cut it, move len, anchor, budget, state.
+
+    All W rows are injected: those past the cut are garbage behind `len` that the next draft
+    step's block overwrites before anything sees it.
+
+    Returns:
+        The record [B, RECORD + W] int64: columns above, then the target's tokens, of which the
+        first `EMITTED` count.
+    """
+    if verified.features is not None and decoder.draft is not None:
+        assert decoder.draft_pool is not None
+        table, _ = _rows(decoder, slots)
+        index = row_index(table, verified.positions, decoder.draft_pool.page_size)
+        writer = RowWriter(decoder.draft_pool.rows, index)
+        decoder.draft.inject(verified.features, verified.positions, writer)
+    return _commit(decoder, slots, verified.tokens, verified.num_accepted)
+
+
+def _choose(
+    decoder: Decoder, logits: Tensor, slots: Tensor, positions: Tensor, facts: Facts
+) -> Tensor:
+    if facts.sampler == "greedy":
+        return logits.argmax(-1)
+    return choose(logits, decoder.state, slots, positions, decoder.vocabulary)
+
+
+def _commit(decoder: Decoder, slots: Tensor, tokens: Tensor, num_accepted: Tensor) -> Tensor:
+    """Cut the run tokens[:, 0 .. num_accepted] and write the state of the slots."""
+    state = decoder.state
+    _, active = _rows(decoder, slots)
+    offsets = decoder.positions[: tokens.shape[1]]
+    budget = state.budget[slots] * active
+    emitted, stopped = ops.cut_run(tokens, num_accepted, budget, state.stop_ids[slots], offsets)
+    start = state.len[slots]
+    end, left = start + emitted, budget - emitted
+    finished = stopped | (left == 0)
+    finish = torch.where(stopped, STOP, BUDGET) * finished * active
+    anchor = torch.where(
+        emitted > 0,
+        tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0],
+        state.anchor[slots],
+    )
+    # Ids behind the cut are garbage behind `len`, like their K/V.
+    state.tokens.index_put_((slots[:, None], start[:, None] + 1 + offsets), tokens)
+    state.len.index_copy_(0, slots, end)
+    state.anchor.index_copy_(0, slots, anchor)
+    state.budget.index_copy_(0, slots, left)
+    state.state.index_copy_(0, slots, torch.where(finished & active, FINISHED, state.state[slots]))
+    head = (
+        emitted,
+        torch.minimum(num_accepted, emitted),
+        num_accepted * active,
+        finish,
+        end,
+        state.epoch[slots],
+    )
+    return torch.cat([torch.stack(head, 1), tokens], 1)

@@ -1,0 +1,1 @@
+"""From requests to steps: host bookkeeping around the decoding cycle."""

@@ -1,0 +1,111 @@
+"""What is counted of a request, and the figures made of it.
+
+One word each (design: words): `num_emitted` is a cycle's tokens, tau its mean over all cycles,
+`acceptance_rate` the accepted share of the proposals. The first token is prefill's and belongs
+to no cycle: tokens = 1 + the sum of `num_emitted`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Metrics:
+    """Counts of one request, or of several added up.
+
+    Attributes:
+        prompt_tokens:   tokens of the prompt.
+        emitted:         `num_emitted` -> cycles that emitted so many.
+        accepted_at:     [S-1], cycles that kept the proposal at this block position (from 1).
+        proposed_at:     [S-1], cycles that proposed there.
+        prefill_seconds: from the start of the request to its first token.
+        decode_seconds:  of all cycles after it.
+    """
+
+    prompt_tokens: int = 0
+    emitted: Counter[int] = field(default_factory=Counter)
+    accepted_at: list[int] = field(default_factory=list)
+    proposed_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def count_cycle(self, emitted: int, accepted: int, proposed: int) -> None:
+        """Count one cycle: tokens emitted, proposals kept after the cut, proposals made."""
+        self.emitted[emitted] += 1
+        for counts, upto in ((self.accepted_at, accepted), (self.proposed_at, proposed)):
+            counts.extend([0] * (upto - len(counts)))
+            for position in range(upto):
+                counts[position] += 1
+
+    def __add__(self, other: "Metrics") -> "Metrics":
+        return Metrics(
+            self.prompt_tokens + other.prompt_tokens,
+            self.emitted + other.emitted,
+            _add(self.accepted_at, other.accepted_at),
+            _add(self.proposed_at, other.proposed_at),
+            self.prefill_seconds + other.prefill_seconds,
+            self.decode_seconds + other.decode_seconds,
+        )
+
+    @property
+    def cycles(self) -> int:
+        """Rounds of draft, verify, commit; one a token without a drafter."""
+        return sum(self.emitted.values())
+
+    @property
+    def proposed(self) -> int:
+        """Proposals in all cycles."""
+        return sum(self.proposed_at)
+
+    @property
+    def accepted(self) -> int:
+        """Proposals that were kept."""
+        return sum(self.accepted_at)
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that cycles emitted: all but the first of a request."""
+        return sum(n * count for n, count in self.emitted.items())
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: mean `num_emitted` over all cycles; 0 before the first."""
+        return self.decoded_tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the proposals; 0 without any."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the proposals kept at each block position, from position 1."""
+        padded = self.accepted_at + [0] * (len(self.proposed_at) - len(self.accepted_at))
+        return [kept / made for kept, made in zip(padded, self.proposed_at, strict=True)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed, prefill and its token left out."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """All counts and figures, for JSON."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cycles": self.cycles,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "tau": self.tau,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_per_position": self.acceptance_per_position,
+            "emitted_histogram": {str(n): self.emitted[n] for n in sorted(self.emitted)},
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def _add(a: list[int], b: list[int]) -> list[int]:
+    longest = max(len(a), len(b))
+    padded = (x + [0] * (longest - len(x)) for x in (a, b))
+    return [sum(pair) for pair in zip(*padded, strict=True)]

@@ -1,0 +1,306 @@
+"""The library's front door: models in, texts out."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nanodflash.checkpoint import Checkpoint, load_model, open_checkpoint
+from nanodflash.config import (
+    MAX_STOP_IDS,
+    DraftConfig,
+    EngineConfig,
+    SamplingParams,
+    TargetConfig,
+    check_int,
+    check_pair,
+)
+from nanodflash.decoding.cycle import Decoder, Proposer
+from nanodflash.engine import sequence as host
+from nanodflash.engine.engine import Engine
+from nanodflash.engine.metrics import Metrics
+from nanodflash.engine.paging import PageStats
+from nanodflash.engine.sequence import Chunk
+from nanodflash.models.dflash import DFlash
+from nanodflash.models.qwen3 import Qwen3
+from nanodflash.tokenizer import StreamDecoder, Tokenizer
+
+BUNDLED = Path(__file__).parent / "assets"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+CPU_MODEL_LEN = 4096
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What came of one prompt.
+
+    Attributes:
+        text:          of `token_ids`, without special tokens and without what stopped it; empty
+                       where the model brings no tokenizer.
+        token_ids:     new ids; ends with the stop id where one ended it.
+        finish_reason: "stop" or "length".
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    metrics: Metrics
+
+
+class LLM:
+    """A target, its drafter and an engine for them.
+
+    Args:
+        model:         folder or hub id of a Qwen3 target; "bundled" is the small pair of this
+                       package.
+        draft:         folder or hub id of its DFlash drafter; None never drafts; "auto" is the
+                       bundled drafter for the bundled model and none else.
+        device:        "auto" is CUDA where there is one, else the CPU.
+        dtype:         "auto" (fp32 on a CPU, bf16 on CUDA), "bf16", "fp32" or "fp64".
+        block_size:    S, at most what the drafter was trained with; None takes that. Without a
+                       drafter it is the proposer's block, or 1.
+        max_model_len: prompt and new tokens of a request; None is the target's limit, at most
+                       4096 on a CPU.
+        page_size:     tokens a page.
+        num_pages:     pages of each pool; None holds 8 full sequences.
+        proposer:      (tokens [B, Lmax], len [B]) -> ids [B, S-1], instead of the drafter's ids;
+                       tokens[b, len[b]] is the last emitted one.
+        seed:          seeds the seeds of requests that bring none.
+        revision, draft_revision: of hub ids.
+    Raises:
+        ValueError: anything a caller can mend, in one line.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "bundled",
+        draft: str | Path | None = "auto",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        page_size: int = 64,
+        num_pages: int | None = None,
+        proposer: Proposer | None = None,
+        seed: int | None = None,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+    ) -> None:
+        if draft == "auto":
+            draft = "bundled" if model == "bundled" else None
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, self.device)
+        checkpoint = _open(model, "target", revision)
+        target_config = TargetConfig.from_dict(checkpoint.config, str(model))
+        draft_checkpoint = draft_config = None
+        if draft is not None:
+            draft_checkpoint = _open(draft, "draft", draft_revision)
+            draft_config = DraftConfig.from_dict(draft_checkpoint.config, str(draft))
+            check_pair(target_config, draft_config)
+        self.config = EngineConfig(
+            max_model_len=_model_len(max_model_len, target_config, self.device),
+            block_size=_block_size(block_size, draft_config, proposer),
+            page_size=page_size,
+            num_pages=num_pages,
+        )
+        target = load_model(Qwen3, target_config, checkpoint, self.device, self.dtype)
+        drafter = None
+        if draft_config is not None and draft_checkpoint is not None:
+            drafter = load_model(DFlash, draft_config, draft_checkpoint, self.device, self.dtype)
+        self.vocab_size = target_config.vocab_size
+        self.eos_token_ids = checkpoint.eos_token_ids
+        has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.from_folder(checkpoint.folder) if has_tokenizer else None
+        self.engine: Engine | None = Engine(
+            Decoder(target, drafter, self.config, proposer), self.config
+        )
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        speculate: bool = True,
+    ) -> list[GenerationOutput]:
+        """Decode every prompt; outputs in the order of the prompts.
+
+        Args:
+            prompts:   strings (raw: no chat template) or lists of token ids; one or many.
+            params:    for all, or one for each.
+            speculate: False decodes with the target alone, on the same engine.
+        """
+        one = isinstance(prompts, str) or all(isinstance(p, int) for p in prompts)
+        many: list[Any] = [prompts] if one and prompts else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(many)
+        if len(params) != len(many):
+            raise ValueError(f"got {len(params)} params for {len(many)} prompts, wanted one each")
+        sequences = [self._sequence(p, q, speculate) for p, q in zip(many, params, strict=True)]
+        return [self._finish(sequence) for sequence in sequences]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
+    ) -> Iterator[Chunk]:
+        """Decode one prompt, a chunk a step; the last one carries reason and metrics."""
+        return self._run(self._sequence(prompt, params or SamplingParams(), speculate))
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        speculate: bool = True,
+        enable_thinking: bool = False,
+    ) -> GenerationOutput:
+        """Answer a conversation, laid out by the model's own chat template."""
+        prompt = self.render(messages, enable_thinking)
+        return self._finish(self._sequence(prompt, params or SamplingParams(), speculate))
+
+    def render(self, messages: list[dict[str, Any]], enable_thinking: bool = False) -> str:
+        """The prompt of a conversation: what `chat` decodes, for `stream`."""
+        if self.tokenizer is None:
+            raise ValueError("this model brings no tokenizer: give token ids")
+        return self.tokenizer.chat(messages, enable_thinking)
+
+    def page_stats(self) -> PageStats:
+        """Pages by use: free, cached, live, total."""
+        return self._open_engine().pages.stats()
+
+    def close(self) -> None:
+        """Let go of models and pools. Closing twice is fine; using a closed one raises."""
+        self.engine = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open_engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self.engine
+
+    def _run(self, sequence: host.Sequence) -> Iterator[Chunk]:
+        return self._open_engine().run(sequence)
+
+    def _finish(self, sequence: host.Sequence) -> GenerationOutput:
+        for _ in self._run(sequence):
+            continue
+        assert sequence.finish_reason is not None
+        return GenerationOutput(
+            sequence.text, sequence.token_ids, sequence.finish_reason, sequence.metrics
+        )
+
+    def _sequence(
+        self, prompt: Prompt, params: SamplingParams, speculate: bool
+    ) -> host.Sequence:
+        """Check a request, before anything is run for it."""
+        ids = self._ids(prompt)
+        room = self.config.max_model_len - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; max_model_len {self.config.max_model_len} "
+                "leaves no room for a new one"
+            )
+        budget = min(params.max_new_tokens, room)
+        places = len(ids) + budget + self.config.block_size
+        wanted = math.ceil(places / self.config.page_size)
+        pages = self._open_engine().pages.stats()
+        if wanted > pages.total:
+            raise ValueError(
+                f"the request needs {wanted} pages (prompt {len(ids)}, new tokens {budget}), the "
+                f"pool has {pages.total}: raise num_pages or lower max_new_tokens"
+            )
+        eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = sorted({*eos, *params.stop_token_ids})
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model brings none")
+        engine = self._open_engine()
+        can_speculate = engine.runner.decoder.draft is not None or self.config.block_size > 1
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        return host.Sequence(
+            prompt=ids,
+            params=params,
+            budget=budget,
+            seed=seed - 2**64 if seed >= 2**63 else seed,  # the device keeps it as int64
+            stop_ids=stop_ids,
+            speculate=speculate and can_speculate,
+            decoder=StreamDecoder(self.tokenizer, tuple(params.stop)) if self.tokenizer else None,
+        )
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model brings no tokenizer: give token ids, not text")
+            prompt = self.tokenizer.encode(prompt)
+        ids = list(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: it has no tokens")
+        for token in ids:
+            check_int("a token id of the prompt", token, 0, self.vocab_size - 1)
+        return ids
+
+
+def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:
+    return open_checkpoint(str(BUNDLED / role if name == "bundled" else name), revision)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}, wanted auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}, wanted auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but torch sees no CUDA device here")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}, wanted auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _model_len(wanted: int | None, target: TargetConfig, device: torch.device) -> int:
+    limit = target.max_position_embeddings
+    if wanted is None:
+        return min(limit, CPU_MODEL_LEN) if device.type == "cpu" else limit
+    check_int("max_model_len", wanted, 2, limit)
+    return wanted
+
+
+def _block_size(wanted: int | None, draft: DraftConfig | None, proposer: Proposer | None) -> int:
+    if draft is None and proposer is None:
+        if wanted not in (None, 1):
+            raise ValueError(f"block_size is {wanted!r}, but there is no drafter to fill a block")
+        return 1
+    if draft is None:
+        if wanted is None:
+            raise ValueError("a proposer without a drafter needs block_size")
+        check_int("block_size", wanted, 2)
+        return wanted
+    if wanted is None:
+        return draft.block_size
+    check_int("block_size", wanted, 2, draft.block_size)
+    return wanted

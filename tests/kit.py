@@ -1,0 +1,98 @@
+"""Small random models and scripted proposals for the tests.
+
+Weights have standard deviation 0.3: at 0.02 greedy text repeats one or two tokens, and identity
+tests have no power.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodflash.checkpoint import save_model
+from nanodflash.config import DraftConfig, TargetConfig
+from nanodflash.models.dflash import DFlash
+from nanodflash.models.qwen3 import Qwen3
+
+TARGET: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+DRAFT: dict[str, Any] = TARGET | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "num_target_layers": 4,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 319, "target_layer_ids": [0, 2]},
+}
+
+
+def randomise(model: torch.nn.Module, seed: int, std: float = 0.3) -> None:
+    """Matrices of standard deviation `std`, norms around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.copy_(noise * std if parameter.dim() == 2 else 1 + 0.1 * noise)
+        parameter.requires_grad_(False)
+
+
+def make_target(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Qwen3:
+    """The tiny target, with changed config keys."""
+    model = Qwen3(TargetConfig.from_dict(TARGET | changes)).to(dtype)
+    randomise(model, seed)
+    return model
+
+
+def make_draft(dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> DFlash:
+    """The tiny drafter: random, so nearly every proposal is refused."""
+    model = DFlash(DraftConfig.from_dict(DRAFT | changes)).to(dtype)
+    randomise(model, seed)
+    return model
+
+
+def save_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """Tiny target and drafter as checkpoint folders without a tokenizer."""
+    target, draft = folder / "target", folder / "draft"
+    save_model(target, make_target(**changes), TARGET | changes)
+    save_model(draft, make_draft(), DRAFT)
+    return target, draft
+
+
+PATTERNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    # (position [B, S-1], block position [S-1]) -> which proposals are spoiled
+    "right": lambda position, place: torch.zeros_like(position, dtype=torch.bool),
+    "wrong": lambda position, place: torch.ones_like(position, dtype=torch.bool),
+    "third wrong": lambda position, place: (place == 3).expand_as(position),
+    "alternating": lambda position, place: position % 2 == 0,
+    "random": lambda position, place: (position * 2654435761 >> 7) % 5 == 0,
+}
+
+
+class Script:
+    """Proposes a known text, spoiled where the pattern says so: any acceptance on any model."""
+
+    def __init__(self, text: list[int], block_size: int, pattern: str, vocab: int = 320) -> None:
+        self.text = torch.tensor(text + [0] * (block_size + 1))
+        self.places = torch.arange(1, block_size)
+        self.spoil, self.vocab = PATTERNS[pattern], vocab
+
+    def __call__(self, tokens: Tensor, length: Tensor) -> Tensor:
+        position = length[:, None] + self.places
+        right = self.text[position.clamp(max=len(self.text) - 1)]
+        spoiled = self.spoil(position, self.places)
+        return torch.where(spoiled, (right + 1).remainder(self.vocab), right)
