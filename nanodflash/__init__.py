@@ -6,6 +6,7 @@ V vocabulary, P page size, N pages.
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path

@@ -8,7 +8,7 @@ from the mapped files into the rows of the fused parameters.
 import glob
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,12 @@ from torch import nn
 
 from nanodflash.models.layers import Part
 
-TEXT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("BF16", "F16", "F32", "F64")  # anything else is quantised, or not a weight
 MAX_NAMES = 8  # an error names this many of a kind and counts the rest
+OFFLINE = "is not (wholly) in the cache, and HF_HUB_OFFLINE is set: run once without it"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -57,7 +53,7 @@ class Checkpoint:
         Raises:
             ValueError: it is neither an id nor a list of ids.
         """
-        path = self.folder / "generation_config.json"
+        path = self.folder / GENERATION
         ids = _read_object(path).get("eos_token_id") if path.exists() else None
         ids = self.config.get("eos_token_id") if ids is None else ids
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -78,18 +74,16 @@ def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     """
     if os.path.isdir(name):
         if revision is not None:
-            raise ValueError(
-                f"{name} is a local folder and has no revision {revision!r}: leave it out"
-            )
+            raise ValueError(f"{name} is a local folder, revision {revision!r} needs a hub id")
         folder, commit = Path(name), None
     elif os.path.exists(name):
         raise ValueError(f"{name} is a file: give the folder that holds config.json")
     else:
-        folder = _download(name, revision, TEXT_FILES)
+        folder = _download(name, revision, [CONFIG, GENERATION, *TEXT])
         commit = folder.name  # the weights must come from the same commit, even if main moves on
-    if not (folder / "config.json").exists():
+    if not (folder / CONFIG).exists():
         raise ValueError(f"{name} holds no config.json: is it a model, in Hugging Face's format?")
-    return Checkpoint(name, folder, _read_object(folder / "config.json"), commit)
+    return Checkpoint(name, folder, _read_object(folder / CONFIG), commit)
 
 
 def load_model(
@@ -107,14 +101,12 @@ def load_model(
     with torch.device("meta"):
         model = model_class(config)
     placed = _weight_map(checkpoint)
-    if getattr(config, "tie_word_embeddings", False):
-        placed.pop("lm_head.weight", None)  # redundant: the head is the embedding
+    # A tied head is the embedding; some checkpoints carry the copy.
+    ignored = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
     with ExitStack() as stack:
-        shards = {
-            file: stack.enter_context(_open(checkpoint.folder / file))
-            for file in sorted(set(placed.values()))
-        }
-        _check(checkpoint, placed, shards, _parts(model))
+        files = set(placed.values())
+        shards = {file: stack.enter_context(_open(checkpoint.folder / file)) for file in files}
+        _check(checkpoint.name, _parts(model), placed, shards, ignored)
         _allocate(model, device, dtype)
         for name, part in _parts(model).items():
             part.view().copy_(shards[placed[name]].get_tensor(name))
@@ -128,7 +120,7 @@ def save_model(folder: Path, model: nn.Module, config: dict[str, Any]) -> None:
         name: part.view().to(torch.bfloat16).contiguous() for name, part in _parts(model).items()
     }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _parts(model: nn.Module) -> dict[str, Part]:
@@ -148,7 +140,9 @@ def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype) 
 
 def _weight_map(checkpoint: Checkpoint) -> dict[str, str]:
     """Tensor -> the file that holds it; the files are there."""
-    folder = _fetch(checkpoint, (WEIGHTS, INDEX))
+    folder = checkpoint.folder
+    if not ((folder / WEIGHTS).exists() or (folder / INDEX).exists()):
+        _fetch(checkpoint, [WEIGHTS, INDEX])
     if (folder / WEIGHTS).exists():
         with _open(folder / WEIGHTS) as file:
             return dict.fromkeys(file.keys(), WEIGHTS)
@@ -163,9 +157,10 @@ def _weight_map(checkpoint: Checkpoint) -> dict[str, str]:
     for shard in placed.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(f"{folder / INDEX}: {shard!r} is not the name of a file beside it")
-    shards = sorted(set(placed.values()))
-    _fetch(checkpoint, shards)
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    absent = [file for file in sorted(set(placed.values())) if not (folder / file).is_file()]
+    if absent:
+        _fetch(checkpoint, absent)
+        absent = [file for file in absent if not (folder / file).is_file()]
     if absent:
         raise ValueError(f"{checkpoint.name} lacks {_some(absent)}, which {INDEX} names")
     return placed
@@ -179,31 +174,38 @@ def _open(path: Path) -> Any:
 
 
 def _check(
-    checkpoint: Checkpoint, placed: dict[str, str], shards: dict[str, Any], parts: dict[str, Part]
+    what: str,
+    parts: dict[str, Part],
+    placed: dict[str, str],
+    shards: dict[str, Any],
+    ignored: set[str],
 ) -> None:
-    """ValueError that names all that differs between the headers and `parts`."""
+    """ValueError that names all that differs between `parts` and the headers."""
     held = {file: set(shard.keys()) for file, shard in shards.items()}
-    misplaced, shapes, dtypes = [], [], []
-    for name, file in placed.items():
-        if name not in held[file]:
+    missing, misplaced, shapes, dtypes = [], [], [], []
+    for name, part in parts.items():
+        file = placed.get(name)
+        if file is None:
+            missing.append(name)
+        elif name not in held[file]:
             misplaced.append(f"{name} (not in {file})")
-        elif name in parts:
+        else:
             header = shards[file].get_slice(name)
-            got, wanted = header.get_shape(), list(parts[name].view().shape)
+            got, wanted, dtype = header.get_shape(), list(part.view().shape), header.get_dtype()
             if got != wanted:
                 shapes.append(f"{name} is {got}, wanted {wanted}")
-            if header.get_dtype() not in DTYPES:
-                dtypes.append(f"{name} is {header.get_dtype()}, wanted {'/'.join(DTYPES)}")
+            if dtype not in DTYPES:
+                dtypes.append(f"{name} is {dtype}, wanted {'/'.join(DTYPES)}")
     problems = {
-        "missing": [name for name in parts if name not in placed],
-        "unexpected": [name for name in placed if name not in parts],
+        "missing": missing,
+        "unexpected": sorted(set(placed).union(*held.values()) - parts.keys() - ignored),
         f"misplaced by {INDEX}": misplaced,
         "of another shape": shapes,
         "of an unsupported dtype": dtypes,
     }
     told = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
     if told:
-        raise ValueError(f"{checkpoint.name}: its tensors do not fit its config.json; {told}")
+        raise ValueError(f"{what}: its tensors do not fit its config.json; {told}")
 
 
 def _some(names: list[str]) -> str:
@@ -221,40 +223,47 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _fetch(checkpoint: Checkpoint, files: Iterable[str]) -> Path:
-    """Have those of `files` that exist in the checkpoint's folder."""
+def _fetch(checkpoint: Checkpoint, files: list[str]) -> None:
+    """Download those of `files` that the hub has; nothing for a local folder."""
     if checkpoint.revision is not None:
         _download(checkpoint.name, checkpoint.revision, files)
-    return checkpoint.folder
 
 
-def _download(name: str, revision: str | None, files: Iterable[str]) -> Path:
+def _download(name: str, revision: str | None, files: list[str]) -> Path:
     # Imported here: it reads its environment when imported, and a local folder does without it.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
+    offline = constants.HF_HUB_OFFLINE
     patterns = [glob.escape(file) for file in files]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        # Offline must be said: else it wants the file list of a commit, which a cache may lack.
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, local_files_only=offline
+            )
+        )
     except Exception as error:  # its HTTP client's errors come through too, and share no base
-        raise ValueError(f"{name}{_explain(error, revision)}") from error
+        raise ValueError(f"{name!r} {_explain(error, revision)}") from error
+    if offline and not any((folder / file).exists() for file in files):
+        raise ValueError(f"{name!r} {OFFLINE}")
+    return folder
 
 
 def _explain(error: BaseException, revision: str | None) -> str:
     """What follows the name: why a download failed, and what to do."""
     from huggingface_hub import errors
 
-    # "Not in the cache" is raised from the reason why the hub itself could not be asked.
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        error = error.__cause__
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if error.__cause__ is None:
+            return OFFLINE
+        error = error.__cause__  # why the hub could not be asked
     if isinstance(error, errors.HFValidationError):
-        return " is neither a folder nor a hub id such as Qwen/Qwen3-8B: check the path"
+        return "is neither a folder nor a hub id such as Qwen/Qwen3-8B: check the path"
     if isinstance(error, errors.GatedRepoError):
-        return " is gated: accept its terms on its page on the hub, then set HF_TOKEN"
+        return "is gated: accept its terms on its page on the hub, then set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return " is no folder here, and not on the hub: check the name (private: set HF_TOKEN)"
+        return "is no folder here, and not on the hub: check the name (private: set HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f" has no revision {revision!r}: check the branch, tag or commit"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return " is not (wholly) in the cache, and HF_HUB_OFFLINE is set: run once without it"
+        return f"has no revision {revision!r}: check the branch, tag or commit"
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return f" could not be downloaded ({reason}): try again; what has arrived is kept"
+    return f"could not be downloaded ({reason}): try again; what has arrived is kept"
