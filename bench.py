@@ -39,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.peer:
                 from nanodflash.benchmarks.peer import dflash_generate
 
-                folders = [
+                target, draft = (
                     BUNDLED / role if name == "bundled" else Path(name)
                     for role, name in (("target", arguments.model), ("draft", arguments.draft))
-                ]
-                peer = dflash_generate(*folders, list(llm.eos_token_ids), sizes[1])
+                )
+                peer = dflash_generate(target, draft, list(llm.eos_token_ids), sizes[1])
                 result["peer"] = decode.run_peer(peer, llm, prompts, *sizes)
         result["context_ms"] = decode.run_context(
             lambda length: LLM(**models, max_model_len=length), [512, 2048], steps=64

@@ -50,13 +50,8 @@ class Screen:
             print(line, file=sys.stderr, flush=True)
 
     def show(self, stream: "Iterator[Chunk]") -> "GenerationOutput":
-        """Run a request and show its text; the line is ended whatever ends the request."""
-        if self.muted:
-            return drain(stream)
-        try:
-            return drain(self._shown(stream))
-        finally:
-            print(flush=True)
+        """Run a request and show its text as it comes."""
+        return drain(stream if self.muted else self._shown(stream))
 
     def _shown(self, stream: "Iterator[Chunk]") -> "Iterator[Chunk]":
         from nanodflash.tokenizer import StreamDecoder
@@ -64,14 +59,20 @@ class Screen:
         # The text is the library's: this decoder only tells which token a character is from.
         decoder = StreamDecoder(self.tokenizer)
         flags: deque[bool] = deque()
-        for chunk in stream:
-            text = chunk.text.translate(VISIBLE) if self.terminal else chunk.text
-            if self.colour:
-                for token, accepted in zip(chunk.token_ids, chunk.accepted, strict=True):
-                    flags.extend([accepted] * len(decoder.push([token])))
-                text = _paint(text, flags, chunk.accepted[-1])
-            print(text, end="", flush=True)
-            yield chunk
+        begun = False
+        try:
+            for chunk in stream:
+                text = chunk.text.translate(VISIBLE) if self.terminal else chunk.text
+                if self.colour:
+                    for token, accepted in zip(chunk.token_ids, chunk.accepted, strict=True):
+                        flags.extend([accepted] * len(decoder.push([token])))
+                    text = _paint(text, flags, chunk.accepted[-1])
+                begun = True
+                print(text, end="", flush=True)
+                yield chunk
+        finally:
+            if begun:  # whatever ended it
+                print(flush=True)
 
 
 def _paint(text: str, flags: deque[bool], last: bool) -> str:

@@ -91,7 +91,7 @@ def _geometry(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % kv_heads:
         raise ValueError(
-            f"{what}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            f"{what}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
         )
     if values["head_dim"] % 2:
         raise ValueError(f"{what}: head_dim {values['head_dim']} is odd; RoPE needs pairs")

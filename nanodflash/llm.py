@@ -204,9 +204,7 @@ class LLM:
             sequence.text, sequence.token_ids, sequence.finish_reason, sequence.metrics
         )
 
-    def _sequence(
-        self, prompt: Prompt, params: SamplingParams, speculate: bool
-    ) -> host.Sequence:
+    def _sequence(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
         """Check a request, before anything is run for it."""
         ids = self._ids(prompt)
         room = self.config.max_model_len - len(ids)

@@ -43,7 +43,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
     cycle_ms: dict[str, float] = {}
     for turn in range(rounds):
         for name in ("speculative", "plain") if turn % 2 == 0 else ("plain", "speculative"):
-            runner.seconds.clear()
+            runner.seconds.update(dict.fromkeys(runner.seconds, 0.0))
             began = time.perf_counter()
             outputs = llm.generate(prompts, params, speculate=name == "speculative")
             seconds = time.perf_counter() - began

@@ -23,7 +23,8 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"tau {metrics['tau']:.2f}, acceptance_rate {metrics['acceptance_rate']:.2f}, "
-        f"{decode['identical']} of {decode['prompts']} outputs identical to plain decoding. A cycle "
+        f"{decode['identical']} of {decode['prompts']} outputs identical to plain decoding. "
+        + "A cycle: "
         + " + ".join(f"{name} {ms:.2f}" for name, ms in decode["cycle_ms"].items())
         + " ms.",
     ]
@@ -31,8 +32,8 @@ def table(result: dict[str, Any]) -> str:
         peer = result["peer"]
         lines.append(
             f"The reference package in the same run, with prefill: {peer['peer']['total']:.0f} "
-            f"tokens/s at tau {peer['peer_tau']:.2f}; this engine {peer['nanodflash']['total']:.0f}, "
-            f"{peer['ratio']['total']['median']:.2f}x."
+            f"tokens/s at tau {peer['peer_tau']:.2f}; this engine "
+            f"{peer['nanodflash']['total']:.0f}, {peer['ratio']['total']['median']:.2f}x."
         )
     if "memory" in result:
         lines.append(

@@ -22,7 +22,6 @@ from nanodflash import ops
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.kv_cache import (
     KVPool,
-    PagedMemory,
     RaggedMemory,
     RowWriter,
     paged_memory,
@@ -173,9 +172,7 @@ def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
     if decoder.draft is not None and decoder.draft_pool is not None:
         table, _ = _rows(decoder, slots)
         offsets = decoder.positions[:size]
-        block = torch.cat(
-            [state.anchor[slots][:, None], decoder.masks.expand(len(slots), -1)], 1
-        )
+        block = torch.cat([state.anchor[slots][:, None], decoder.masks.expand(len(slots), -1)], 1)
         memory = paged_memory(
             decoder.draft_pool, table, start, offsets, decoder.positions, facts.kv_bound
         )

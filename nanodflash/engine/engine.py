@@ -17,6 +17,7 @@ from nanodflash.decoding.cycle import (
     Facts,
     Span,
 )
+from nanodflash.decoding.sampling import Sampler
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.runner import Runner
 from nanodflash.engine.sequence import Chunk, Sequence
@@ -65,7 +66,7 @@ class Engine:
     def _facts(self, sequence: Sequence, prefill: bool = False) -> Facts:
         """The facts of a step that this sequence is alone in."""
         width = self.config.block_size if sequence.speculate and not prefill else 1
-        sampler = "sampled" if sequence.params.temperature > 0 else "greedy"
+        sampler: Sampler = "sampled" if sequence.params.temperature > 0 else "greedy"
         return Facts(width, sampler, sequence.speculate, len(sequence) + self.config.block_size)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> None:

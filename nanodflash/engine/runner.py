@@ -4,7 +4,6 @@ Plans come as slots and page ids, results go back as records of whole numbers.
 """
 
 import time
-from collections import Counter
 from collections.abc import Sequence as Ids
 
 import torch
@@ -19,6 +18,8 @@ from nanodflash.decoding.cycle import (
     verify_step,
 )
 
+PHASES = ("draft", "verify", "commit")
+
 
 class Runner:
     """Owns the decoder and the buffers that carry a plan to it.
@@ -30,7 +31,7 @@ class Runner:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.seconds: Counter[str] = Counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def prefill(self, spans: Ids[Span], facts: Facts) -> list[list[int]]:
         """Run prompt chunks; records of the requests whose prompt ended, in order."""
@@ -48,7 +49,7 @@ class Runner:
         clock.append(time.perf_counter())
         record = commit_step(self.decoder, batch, verified).tolist()
         clock.append(time.perf_counter())
-        for name, a, b in zip(("draft", "verify", "commit"), clock, clock[1:], strict=False):
+        for name, a, b in zip(PHASES, clock, clock[1:], strict=False):
             self.seconds[name] += b - a
         return record
 

@@ -12,11 +12,13 @@ from torch.nn import functional as F
 
 from nanodflash import ops
 from nanodflash.config import DraftConfig
-from nanodflash.models.layers import Layer, Memory, Part, Rotary, Writer, whole
+from nanodflash.models.layers import Layer, Memory, Part, Rotary, Writer, layer_parts, whole
 
 
 class DFlash(nn.Module):
     """The drafter: `inject` fills its memory with context, `forward` denoises one block."""
+
+    rotary: Rotary
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -30,8 +32,7 @@ class DFlash(nn.Module):
     def parts(self) -> dict[str, Part]:
         """Checkpoint name -> the rows that hold it."""
         named = {"fc.weight": whole(self.fc), "hidden_norm.weight": whole(self.hidden_norm)}
-        for i, layer in enumerate(self.layers):
-            named |= {f"layers.{i}.{key}": part for key, part in layer.parts().items()}
+        named |= layer_parts(self.layers)
         return named | {"norm.weight": whole(self.norm)}
 
     def prepare(self, length: int) -> None:
@@ -54,6 +55,7 @@ class DFlash(nn.Module):
         c = ops.rms_norm(F.linear(features, self.fc), self.hidden_norm, self.config.rms_norm_eps)
         rotary = self._rotary(positions)
         for layer in self.layers:
+            assert isinstance(layer, Layer)
             layer.inject(c, rotary, memory)
 
     def forward(self, embedded: Tensor, positions: Tensor, memory: Memory) -> Tensor:

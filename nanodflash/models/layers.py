@@ -9,6 +9,7 @@ rows of which parameter a tensor of the checkpoint is, for loading, saving and t
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -125,6 +126,15 @@ class Layer(nn.Module):
         memory.write(self.index, ops.norm_rope(k, self.k_norm, self.eps, rotary), v)
 
 
+def layer_parts(layers: Iterable[nn.Module], prefix: str = "") -> dict[str, Part]:
+    """The parts of all layers by their checkpoint names, `{prefix}layers.{i}.*`."""
+    named: dict[str, Part] = {}
+    for i, layer in enumerate(layers):
+        assert isinstance(layer, Layer)
+        named |= {f"{prefix}layers.{i}.{key}": part for key, part in layer.parts().items()}
+    return named
+
+
 class Rotary(nn.Module):
     """cos and sin of every position below `length`, gathered by position.
 
@@ -162,10 +172,10 @@ def inverse_frequencies(config: TransformerConfig, length: int) -> tuple[Tensor,
     rope, dim = config.rope, config.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     inv_freq = rope.rope_theta**-exponents
-    get = rope.parameters.get
-    original = get("original_max_position_embeddings") or config.max_position_embeddings
+    given = rope.parameters  # `RopeConfig` has checked that what a type needs is there
+    original = given.get("original_max_position_embeddings") or config.max_position_embeddings
     if rope.rope_type == "linear":
-        return inv_freq / get("factor"), 1.0
+        return inv_freq / given["factor"], 1.0
     if rope.rope_type == "dynamic":
         if length > original:
             raise ValueError(
@@ -174,18 +184,18 @@ def inverse_frequencies(config: TransformerConfig, length: int) -> tuple[Tensor,
             )
         return inv_freq, 1.0
     if rope.rope_type == "llama3":
-        low, high = get("low_freq_factor"), get("high_freq_factor")
+        low, high = given["low_freq_factor"], given["high_freq_factor"]
         turns = original * inv_freq / (2 * math.pi)  # rotations over the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: interpolate, 1: leave
-        return inv_freq * (keep + (1 - keep) / get("factor")), 1.0
+        return inv_freq * (keep + (1 - keep) / given["factor"]), 1.0
     if rope.rope_type == "yarn":
         return _yarn(rope, inv_freq, dim, original)
     return inv_freq, 1.0
 
 
 def _yarn(rope: RopeConfig, inv_freq: Tensor, dim: int, original: int) -> tuple[Tensor, float]:
-    get = rope.parameters.get
-    factor = get("factor")
+    given, get = rope.parameters, rope.parameters.get
+    factor: float = given["factor"]
 
     def dimension(turns: float) -> float:
         """The (fractional) pair that makes `turns` rotations over the original context."""
@@ -202,11 +212,9 @@ def _yarn(rope: RopeConfig, inv_freq: Tensor, dim: int, original: int) -> tuple[
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
     attention = get("attention_factor")
-    if attention is None:
-        top, bottom = get("mscale"), get("mscale_all_dim")
-        attention = (
-            magnitude(factor, top) / magnitude(factor, bottom)
-            if top and bottom
-            else magnitude(factor, 1)
-        )
+    if attention is None and get("mscale") and get("mscale_all_dim"):
+        top, bottom = given["mscale"], given["mscale_all_dim"]
+        attention = magnitude(factor, top) / magnitude(factor, bottom)
+    elif attention is None:
+        attention = magnitude(factor, 1.0)
     return inv_freq * (1 - ramp + ramp / factor), float(attention)

@@ -11,11 +11,13 @@ from torch.nn import functional as F
 
 from nanodflash import ops
 from nanodflash.config import TargetConfig
-from nanodflash.models.layers import Layer, Memory, Part, Rotary, whole
+from nanodflash.models.layers import Layer, Memory, Part, Rotary, layer_parts, whole
 
 
 class Qwen3(nn.Module):
     """The target: ids and positions in, hidden states and tapped features out."""
+
+    rotary: Rotary
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -32,8 +34,7 @@ class Qwen3(nn.Module):
     def parts(self) -> dict[str, Part]:
         """Checkpoint name -> the rows that hold it. A tied head has no name of its own."""
         named = {"model.embed_tokens.weight": whole(self.embed_tokens)}
-        for i, layer in enumerate(self.layers):
-            named |= {f"model.layers.{i}.{key}": part for key, part in layer.parts().items()}
+        named |= layer_parts(self.layers, "model.")
         named["model.norm.weight"] = whole(self.norm)
         if not self.config.tie_word_embeddings:
             named["lm_head.weight"] = whole(self.lm_head)

@@ -1,38 +1,78 @@
-"""Command line: `python -m nanodflash.train target|draft|score`."""
+"""Command line: `python -m nanodflash.train target|draft|score`.
+
+Both trainings run for a number of minutes, save a resumable state every two, and go on where
+they were when the same command is given again.
+"""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import torch
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse, run one of the commands, and turn what a user can cause into one line."""
-    parser = argparse.ArgumentParser(prog="python -m nanodflash.train", description=__doc__)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanodflash.train",
+        description="Train a small Qwen3 target, a DFlash drafter for a target, or score a pair.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     target = commands.add_parser("target", help="train a small Qwen3 target")
     target.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    target.add_argument("--minutes", type=float, default=75.0)
+    target.add_argument("--minutes", type=float, default=62.0)
     target.add_argument("--seed", type=int, default=0)
     target.add_argument("--text", type=Path, help="a text file instead of the corpus generator")
     target.add_argument("--vocab-size", type=int, default=2048)
     target.add_argument("--tokens", type=int, default=2304, help="ids a step")
 
-    arguments = parser.parse_args(argv)
-    torch.set_flush_denormal(True)
-    try:
+    draft = commands.add_parser("draft", help="train a DFlash drafter for a target folder")
+    draft.add_argument("--target", required=True, help="folder or hub id of the target")
+    draft.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    draft.add_argument("--minutes", type=float, default=30.0)
+    draft.add_argument("--answers", type=int, default=8000, help="training prompts to answer")
+    draft.add_argument("--seed", type=int, default=0)
+    draft.add_argument("--layers", type=int, default=2)
+    draft.add_argument("--taps", type=int, default=3, help="tapped target layers")
+    draft.add_argument("--block-size", type=int, default=16)
+    draft.add_argument("--prompts", type=Path, help="a prompt a line, instead of the corpus")
+
+    score = commands.add_parser("score", help="score a pair on held-out problems")
+    score.add_argument("--model", default="bundled")
+    score.add_argument("--draft", default="auto", help="'none' decodes without one")
+    score.add_argument("--problems", type=int, default=200)
+    score.add_argument("--seed", type=int, default=7)
+    score.add_argument("--kind", choices=["maths", "code"], default="maths")
+    score.add_argument("--max-new-tokens", type=int, default=300)
+    return parser
+
+
+def _run(command: str, **options: object) -> None:
+    if command == "target":
         from nanodflash.train.target import train_target
 
-        train_target(
-            arguments.out,
-            arguments.minutes,
-            arguments.seed,
-            arguments.text,
-            arguments.vocab_size,
-            arguments.tokens,
-        )
+        train_target(**options)  # type: ignore[arg-type]
+    elif command == "draft":
+        from nanodflash.train.draft import train_draft
+
+        train_draft(**options)  # type: ignore[arg-type]
+    else:
+        from nanodflash import LLM
+        from nanodflash.train.score import score_pair
+
+        draft = None if options["draft"] == "none" else options["draft"]
+        with LLM(options["model"], draft) as llm:
+            keys = ("problems", "seed", "kind", "max_new_tokens")
+            result = score_pair(llm, *(options[key] for key in keys))  # type: ignore[arg-type]
+        print(json.dumps(result))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; what a user can cause is one line and exit code 2."""
+    torch.set_flush_denormal(True)
+    try:
+        _run(**vars(_parser().parse_args(argv)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

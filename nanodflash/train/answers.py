@@ -53,9 +53,7 @@ def own_answers(
         while rows:
             for slot, record in zip(rows, records, strict=True):
                 answers[members[slot]] += record[RECORD : RECORD + record[EMITTED]]
-            rows = [
-                slot for slot, r in zip(rows, records, strict=True) if r[FINISH] == RUNNING
-            ]
+            rows = [slot for slot, r in zip(rows, records, strict=True) if r[FINISH] == RUNNING]
             bound += 1
             if rows:
                 records = runner.cycle(rows, Facts(1, "sampled", False, bound))

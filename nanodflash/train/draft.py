@@ -134,7 +134,7 @@ def mean_run(draft: DFlash, target: Qwen3, blocks: Blocks) -> float:
 
 
 def train_draft(
-    target_folder: str,
+    target: str,
     out: Path,
     minutes: float,
     answers: int,
@@ -147,28 +147,29 @@ def train_draft(
     """Make the target's answers, train on them, write a checkpoint folder; run again to resume.
 
     Args:
+        target:  folder or hub id; it must bring a tokenizer.json.
         out:     folder of the checkpoint; `out/.train` holds answers and resumable state.
         answers: training prompts to answer.
         layers:  draft layers.  taps: how many of the target's layers are tapped.
         prompts: a file with a prompt a line, instead of the corpus generator's.
     """
     torch.manual_seed(seed)
-    checkpoint = open_checkpoint(target_folder)
-    target_config = TargetConfig.from_dict(checkpoint.config, target_folder)
-    target = load_model(Qwen3, target_config, checkpoint, torch.device("cpu"), torch.float32)
-    target.prepare(target_config.max_position_embeddings)
+    checkpoint = open_checkpoint(target)
+    target_config = TargetConfig.from_dict(checkpoint.config, target)
+    model = load_model(Qwen3, target_config, checkpoint, torch.device("cpu"), torch.float32)
+    model.prepare(target_config.max_position_embeddings)
     tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
     config = draft_config(checkpoint.config, tokenizer, layers, taps, block_size)
     draft = DFlash(DraftConfig.from_dict(config))
     initialise(draft)
-    draft.norm.data.copy_(target.norm)  # the head was trained for rows of this scale
+    draft.norm.data.copy_(model.norm)  # the head was trained for rows of this scale
     draft.prepare(target_config.max_position_embeddings)
 
     work = out / ".train"
     work.mkdir(parents=True, exist_ok=True)
     texts = _prompts(prompts, answers, seed)
     stops = checkpoint.eos_token_ids
-    documents = _documents(work / "answers.json", target, tokenizer, texts, stops, seed)
+    documents = _documents(work / "answers.json", model, tokenizer, texts, stops, seed)
     held_out, training = documents[:HELD_OUT], documents[HELD_OUT:]
     # The target is the drafter's embedding and head, and frozen: it is no part of the module.
     trainer = Trainer(draft, draft.parts(), work, minutes, flat=0.4)
@@ -178,11 +179,11 @@ def train_draft(
 
     def loss_of(step: int) -> tuple[Tensor, int]:
         blocks = draw_blocks(next(feed), block_size, rng)
-        return block_loss(draft, target, blocks), blocks.anchors.numel()
+        return block_loss(draft, model, blocks), blocks.anchors.numel()
 
     @torch.no_grad()
     def validate() -> str:
-        return f"held-out mean run {mean_run(draft, target, check):.3f}"
+        return f"held-out mean run {mean_run(draft, model, check):.3f}"
 
     trainer.run(loss_of, validate)
     save_model(out, draft, config)
@@ -203,7 +204,7 @@ def draft_config(
         mask = tokenizer.get_vocab_size()  # the first padding row, as the public drafters do
         if mask >= target["vocab_size"]:
             raise ValueError("the target's table has neither a <|mask|> token nor a padding row")
-    shared = {
+    shared: dict[str, Any] = {
         key: target[key]
         for key in (
             "vocab_size",

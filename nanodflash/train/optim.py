@@ -68,7 +68,8 @@ class Optimizer:
     def __init__(
         self, parts: dict[str, Part], lr_matrix: float = 0.02, lr_rest: float = 3e-3
     ) -> None:
-        matrices, rest = [], []
+        matrices: list[Part] = []
+        rest: list[Part] = []
         for name, part in parts.items():
             is_matrix = part.parameter.dim() == 2 and not name.startswith(("model.embed", "lm_"))
             (matrices if is_matrix else rest).append(part)

@@ -57,10 +57,9 @@ class DenseMemory:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v [B, T, H, D] -> [B, T, Hq, D]."""
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(
-            1, 2
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
 def initialise(module: torch.nn.Module) -> None:
@@ -166,5 +165,3 @@ def _save_text_files(out: Path, tokenizer: Tokenizer) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-

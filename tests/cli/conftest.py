@@ -5,16 +5,16 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-import kit
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+import kit
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     "{% if enable_thinking %}[think]{% endif %}[assistant]"
 )
-END = 7  # the checkpoint's own end, an ordinary token of its text
 
 
 class Pair(NamedTuple):

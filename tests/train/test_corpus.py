@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from nanodflash.train import code, corpus, maths
-from nanodflash.train.words import NAMES
+from nanodflash.train import corpus
+from nanodflash.train.corpus import code, maths
+from nanodflash.train.corpus.words import NAMES
 
 CHAIN = re.compile(r"\d+(?: [-+*/] \d+)*(?: = \d+(?: [-+*/] \d+)*)+")
 SAMPLES = [corpus.sample(rng) for rng in [random.Random(1)] for _ in range(3000)]

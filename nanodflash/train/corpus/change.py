@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanodflash.train.words import DAYS, Draw, Made, times
+from nanodflash.train.corpus.words import DAYS, Draw, Made, times
 
 
 def temperature(d: Draw) -> Made:
@@ -16,12 +16,16 @@ def temperature(d: Draw) -> Made:
         f"noon and falls by {down} degrees until night.",
     )
     ask = d.pick("How many degrees is it at night?", "What is the temperature at night?")
-    return f"{story} {ask}", [
-        f"We want the temperature at night in {where}'s {place}.",
-        f"On {day} morning it is {x} degrees in {where}'s {place}.",
-        f"At noon it is {x} + {up} = {x + up} degrees.",
-        f"At night it is {x + up} - {down} = {x + up - down} degrees.",
-    ], x + up - down
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the temperature at night in {where}'s {place}.",
+            f"On {day} morning it is {x} degrees in {where}'s {place}.",
+            f"At noon it is {x} + {up} = {x + up} degrees.",
+            f"At night it is {x + up} - {down} = {x + up - down} degrees.",
+        ],
+        x + up - down,
+    )
 
 
 def fuel(d: Draw) -> Made:
@@ -37,12 +41,16 @@ def fuel(d: Draw) -> Made:
         f"How many litres are left after {h} hours?",
         f"How much fuel does the {what} have after {h} hours?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how much fuel the {what} of {a} has after {h} hours.",
-        f"In {h} hours the {what} uses {times(h, u)} litres.",
-        f"{a} started with {total} litres.",
-        f"After {h} hours, {total} - {h * u} = {total - h * u} litres are left in the {what}.",
-    ], total - h * u
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how much fuel the {what} of {a} has after {h} hours.",
+            f"In {h} hours the {what} uses {times(h, u)} litres.",
+            f"{a} started with {total} litres.",
+            f"After {h} hours, {total} - {h * u} = {total - h * u} litres are left in the {what}.",
+        ],
+        total - h * u,
+    )
 
 
 def stairs(d: Draw) -> Made:
@@ -55,12 +63,16 @@ def stairs(d: Draw) -> Made:
         "steps.",
     )
     ask = d.pick(f"How many steps up is {a} now?", f"On which step of the {where} is {a}?")
-    return f"{story} {ask}", [
-        f"We want to know how many steps up {a} is in the {where}.",
-        f"{k} stairs of {s} steps each have {times(k, s)} steps.",
-        f"Then {a} goes down {back} steps.",
-        f"In the {where}, {a} is now {k * s} - {back} = {k * s - back} steps up.",
-    ], k * s - back
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many steps up {a} is in the {where}.",
+            f"{k} stairs of {s} steps each have {times(k, s)} steps.",
+            f"Then {a} goes down {back} steps.",
+            f"In the {where}, {a} is now {k * s} - {back} = {k * s - back} steps up.",
+        ],
+        k * s - back,
+    )
 
 
 def sequence(d: Draw) -> Made:
@@ -72,13 +84,17 @@ def sequence(d: Draw) -> Made:
         f"{a} counts {x}, {w}, {y}, {z} and goes on in the same way.",
     )
     ask = d.pick("What is the next number?", "Which number comes next?", "What number follows?")
-    return f"{story} {ask}", [
-        f"We want the number that comes after {z}, so we look at the steps.",
-        f"From {x} to {w} the step is {w} - {x} = {step}.",
-        f"From {y} to {z} the step is {z} - {y} = {step}.",
-        f"So every step of {a} adds {step}.",
-        f"After {z} comes {z} + {step} = {end}.",
-    ], end
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the number that comes after {z}, so we look at the steps.",
+            f"From {x} to {w} the step is {w} - {x} = {step}.",
+            f"From {y} to {z} the step is {z} - {y} = {step}.",
+            f"So every step of {a} adds {step}.",
+            f"After {z} comes {z} + {step} = {end}.",
+        ],
+        end,
+    )
 
 
 def countdown(d: Draw) -> Made:
@@ -90,13 +106,17 @@ def countdown(d: Draw) -> Made:
         f"{a} writes {x}, {y}, {z}, {q} and goes on in the same way.",
     )
     ask = d.pick("What is the second number after these?", "Which number comes after the next one?")
-    return f"{story} {ask}", [
-        f"We want the second number after {q}, so we look at the steps.",
-        f"From {x} to {y} the step is {x} - {y} = {step}.",
-        f"So every step of {a} takes away {step}.",
-        f"After {q} comes {q} - {step} = {q - step}.",
-        f"After {q - step} comes {q - step} - {step} = {end}.",
-    ], end
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the second number after {q}, so we look at the steps.",
+            f"From {x} to {y} the step is {x} - {y} = {step}.",
+            f"So every step of {a} takes away {step}.",
+            f"After {q} comes {q} - {step} = {q - step}.",
+            f"After {q - step} comes {q - step} - {step} = {end}.",
+        ],
+        end,
+    )
 
 
 def tank(d: Draw) -> Made:
@@ -112,12 +132,16 @@ def tank(d: Draw) -> Made:
         f"How many minutes does it take to fill the {what}?",
         f"After how many minutes is the {what} full?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how many minutes {a} needs to fill the {what}.",
-        f"The {what} holds {total} litres and has {b} litres in it.",
-        f"It still needs {total} - {b} = {r * m} litres.",
-        f"At {r} litres a minute, {a} needs {r * m} / {r} = {m} minutes.",
-    ], m
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many minutes {a} needs to fill the {what}.",
+            f"The {what} holds {total} litres and has {b} litres in it.",
+            f"It still needs {total} - {b} = {r * m} litres.",
+            f"At {r} litres a minute, {a} needs {r * m} / {r} = {m} minutes.",
+        ],
+        m,
+    )
 
 
 def rope(d: Draw) -> Made:
@@ -131,12 +155,16 @@ def rope(d: Draw) -> Made:
         "pieces.",
     )
     ask = d.pick("How many metres long is each piece?", "What is the length of one piece?")
-    return f"{story} {ask}", [
-        f"We want the length of each of the {k} pieces of the {what}.",
-        f"{a} takes {c} metres off the {what} of {total} metres.",
-        f"That leaves {total} - {c} = {k * q} metres of the {what}.",
-        f"Each of the {k} pieces is {k * q} / {k} = {q} metres long.",
-    ], q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the length of each of the {k} pieces of the {what}.",
+            f"{a} takes {c} metres off the {what} of {total} metres.",
+            f"That leaves {total} - {c} = {k * q} metres of the {what}.",
+            f"Each of the {k} pieces is {k * q} / {k} = {q} metres long.",
+        ],
+        q,
+    )
 
 
 def growth(d: Draw) -> Made:
@@ -149,12 +177,16 @@ def growth(d: Draw) -> Made:
         f"{d.when()}{a} measures a {what} at {x} cm. It grows {g} cm a {unit}.",
     )
     ask = d.pick(f"How many cm tall is it after {w} {unit}s?", f"How tall is it in {w} {unit}s?")
-    return f"{story} {ask}", [
-        f"We want to know how tall the {what} of {a} is after {w} {unit}s.",
-        f"In {w} {unit}s the {what} grows {times(w, g)} cm.",
-        f"The {what} of {a} was {x} cm tall.",
-        f"After {w} {unit}s it is {x} + {w * g} = {x + w * g} cm tall.",
-    ], x + w * g
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how tall the {what} of {a} is after {w} {unit}s.",
+            f"In {w} {unit}s the {what} grows {times(w, g)} cm.",
+            f"The {what} of {a} was {x} cm tall.",
+            f"After {w} {unit}s it is {x} + {w * g} = {x + w * g} cm tall.",
+        ],
+        x + w * g,
+    )
 
 
 def weights(d: Draw) -> Made:
@@ -167,12 +199,16 @@ def weights(d: Draw) -> Made:
         f"A {cart} weighs {x} kg. {a} puts {k} {c.many} of {what} on it, each {w} kg.",
     )
     ask = d.pick(f"How many kg is the full {cart}?", "How many kg is that in total?")
-    return f"{story} {ask}", [
-        f"We want the weight of the {cart} with {k} {c.many} of {what}.",
-        f"{k} {c.many} of {what} at {w} kg each weigh {times(k, w)} kg.",
-        f"The {cart} of {a} weighs {x} kg.",
-        f"Together that is {k * w} + {x} = {k * w + x} kg.",
-    ], k * w + x
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the weight of the {cart} with {k} {c.many} of {what}.",
+            f"{k} {c.many} of {what} at {w} kg each weigh {times(k, w)} kg.",
+            f"The {cart} of {a} weighs {x} kg.",
+            f"Together that is {k * w} + {x} = {k * w + x} kg.",
+        ],
+        k * w + x,
+    )
 
 
 def holiday(d: Draw) -> Made:
@@ -186,12 +222,16 @@ def holiday(d: Draw) -> Made:
     )
     ask = d.pick("How many days are dry?", "On how many days does it not rain?")
     days = 7 * w + x
-    return f"{story} {ask}", [
-        f"We want to know how many of the days at the {place} are dry for {a}.",
-        f"{w} weeks are {times(w, 7)} days.",
-        f"With {x} more days, {a} is at the {place} for {7 * w} + {x} = {days} days.",
-        f"It rains on {y} days, so {days} - {y} = {days - y} days are dry.",
-    ], days - y
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many of the days at the {place} are dry for {a}.",
+            f"{w} weeks are {times(w, 7)} days.",
+            f"With {x} more days, {a} is at the {place} for {7 * w} + {x} = {days} days.",
+            f"It rains on {y} days, so {days} - {y} = {days - y} days are dry.",
+        ],
+        days - y,
+    )
 
 
 def workers(d: Draw) -> Made:
@@ -205,9 +245,13 @@ def workers(d: Draw) -> Made:
         f"How many {t.many} is that together in {k} {unit}s?",
         f"They work for {k} {unit}s. How many {t.many} is that in total?",
     )
-    return f"{story} {ask}", [
-        f"We want to know what {a} and {b} do together in {k} {unit}s.",
-        f"In one {unit}, {a} {verb} {x} {t.many} and {b} {verb} {y} {t.many}.",
-        f"Together that is {x} + {y} = {x + y} {t.many} in one {unit}.",
-        f"In {k} {unit}s, that makes {times(k, x + y)} {t.many}.",
-    ], k * (x + y)
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know what {a} and {b} do together in {k} {unit}s.",
+            f"In one {unit}, {a} {verb} {x} {t.many} and {b} {verb} {y} {t.many}.",
+            f"Together that is {x} + {y} = {x + y} {t.many} in one {unit}.",
+            f"In {k} {unit}s, that makes {times(k, x + y)} {t.many}.",
+        ],
+        k * (x + y),
+    )

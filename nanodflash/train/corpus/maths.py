@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from nanodflash.train import change, counting, groups, measure, money
-from nanodflash.train.words import Draw, Made, Template
+from nanodflash.train.corpus import change, counting, groups, measure, money
+from nanodflash.train.corpus.words import Draw, Made, Template
 
 
 def _templates() -> dict[str, Template]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanodflash.train.words import Draw, Made, times
+from nanodflash.train.corpus.words import Draw, Made, times
 
 GROUNDS = ("garden", "field", "park", "yard", "room", "pool", "playground", "carpet", "wall")
 
@@ -18,12 +18,16 @@ def perimeter(d: Draw) -> Made:
         f"What is the perimeter of the {what} in metres?",
         f"How many metres is it once around the {what}?",
     )
-    return f"{story} {ask}", [
-        f"We want the perimeter of the {what} of {a}.",
-        f"The {what} is {x} metres long and {y} metres wide.",
-        f"Length and width together are {x} + {y} = {x + y} metres.",
-        f"The perimeter of the {what} is {times(2, x + y)} metres.",
-    ], 2 * (x + y)
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the perimeter of the {what} of {a}.",
+            f"The {what} is {x} metres long and {y} metres wide.",
+            f"Length and width together are {x} + {y} = {x + y} metres.",
+            f"The perimeter of the {what} is {times(2, x + y)} metres.",
+        ],
+        2 * (x + y),
+    )
 
 
 def area(d: Draw) -> Made:
@@ -38,12 +42,16 @@ def area(d: Draw) -> Made:
         f"How many square metres of the {what} are free?",
         f"How many square metres are not covered by the {part}?",
     )
-    return f"{story} {ask}", [
-        f"We want the free area of the {what} without the {part}.",
-        f"The area of the {what} is {times(x, y)} square metres.",
-        f"The {part} covers {z} square metres.",
-        f"So {x * y} - {z} = {x * y - z} square metres of {a}'s {what} are free.",
-    ], x * y - z
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the free area of the {what} without the {part}.",
+            f"The area of the {what} is {times(x, y)} square metres.",
+            f"The {part} covers {z} square metres.",
+            f"So {x * y} - {z} = {x * y - z} square metres of {a}'s {what} are free.",
+        ],
+        x * y - z,
+    )
 
 
 def square(d: Draw) -> Made:
@@ -57,12 +65,16 @@ def square(d: Draw) -> Made:
         f"What is the area of the {what} in square metres?",
         f"How many square metres does the {what} of {a} have?",
     )
-    return f"{story} {ask}", [
-        f"We want the area of the {what}, so we find one side first.",
-        f"The square {what} of {a} has 4 equal sides.",
-        f"Each side is {4 * s} / 4 = {s} metres long.",
-        f"The area of the {what} is {times(s, s)} square metres.",
-    ], s * s
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the area of the {what}, so we find one side first.",
+            f"The square {what} of {a} has 4 equal sides.",
+            f"Each side is {4 * s} / 4 = {s} metres long.",
+            f"The area of the {what} is {times(s, s)} square metres.",
+        ],
+        s * s,
+    )
 
 
 def minutes(d: Draw) -> Made:
@@ -77,13 +89,17 @@ def minutes(d: Draw) -> Made:
         f"For how many minutes is {a} not on a break?",
     )
     all_of_it = 60 * h + m
-    return f"{story} {ask}", [
-        f"We want to know for how many minutes {a} {doing} without the break.",
-        f"{h} hours are {h} * 60 = {60 * h} minutes.",
-        f"With {m} more minutes, that is {60 * h} + {m} = {all_of_it} minutes.",
-        f"Without the break of {pause} minutes, {a} {doing} for {all_of_it} - {pause} = "
-        f"{all_of_it - pause} minutes.",
-    ], all_of_it - pause
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know for how many minutes {a} {doing} without the break.",
+            f"{h} hours are {h} * 60 = {60 * h} minutes.",
+            f"With {m} more minutes, that is {60 * h} + {m} = {all_of_it} minutes.",
+            f"Without the break of {pause} minutes, {a} {doing} for {all_of_it} - {pause} = "
+            f"{all_of_it - pause} minutes.",
+        ],
+        all_of_it - pause,
+    )
 
 
 def pages_left(d: Draw) -> Made:
@@ -99,12 +115,16 @@ def pages_left(d: Draw) -> Made:
         f"How many pages are left after {k} days?",
         f"How many pages does {a} still have to read after {k} days?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how many pages {a} has left after {k} days.",
-        f"In {k} days, {a} reads {times(k, p)} pages.",
-        f"The {what} has {total} pages.",
-        f"So {total} - {k * p} = {total - k * p} pages of the {what} are left for {a}.",
-    ], total - k * p
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many pages {a} has left after {k} days.",
+            f"In {k} days, {a} reads {times(k, p)} pages.",
+            f"The {what} has {total} pages.",
+            f"So {total} - {k * p} = {total - k * p} pages of the {what} are left for {a}.",
+        ],
+        total - k * p,
+    )
 
 
 def pages_days(d: Draw) -> Made:
@@ -119,12 +139,16 @@ def pages_days(d: Draw) -> Made:
         f"How many days does {a} need for the rest?",
         f"In how many days does {a} finish the {what}?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how many days {a} needs for the rest of the {what}.",
-        f"{a} has read {done} of the {total} pages.",
-        f"There are {total} - {done} = {p * k} pages of the {what} left.",
-        f"At {p} pages a day, {a} needs {p * k} / {p} = {k} days.",
-    ], k
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many days {a} needs for the rest of the {what}.",
+            f"{a} has read {done} of the {total} pages.",
+            f"There are {total} - {done} = {p * k} pages of the {what} left.",
+            f"At {p} pages a day, {a} needs {p * k} / {p} = {k} days.",
+        ],
+        k,
+    )
 
 
 def distance(d: Draw) -> Made:
@@ -137,12 +161,16 @@ def distance(d: Draw) -> Made:
         "hours.",
     )
     ask = d.pick(f"How many km does {a} travel?", "How many km is that in total?")
-    return f"{story} {ask}", [
-        f"We want to know how many km {a} travels in {t} and {u} hours.",
-        f"In {t} hours at {v} km an hour, {a} {way} {times(t, v)} km.",
-        f"In {u} hours at {w} km an hour, {a} {other} {times(u, w)} km.",
-        f"In total {a} travels {t * v} + {u * w} = {t * v + u * w} km.",
-    ], t * v + u * w
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many km {a} travels in {t} and {u} hours.",
+            f"In {t} hours at {v} km an hour, {a} {way} {times(t, v)} km.",
+            f"In {u} hours at {w} km an hour, {a} {other} {times(u, w)} km.",
+            f"In total {a} travels {t * v} + {u * w} = {t * v + u * w} km.",
+        ],
+        t * v + u * w,
+    )
 
 
 def travel_time(d: Draw) -> Made:
@@ -157,12 +185,16 @@ def travel_time(d: Draw) -> Made:
     ask = d.pick(
         f"How many hours does {a} still need?", f"In how many hours does {a} reach the {town}?"
     )
-    return f"{story} {ask}", [
-        f"We want to know how many hours {a} still needs to the {town}.",
-        f"{a} has gone {s} of the {total} km.",
-        f"It is still {total} - {s} = {v * t} km to the {town}.",
-        f"At {v} km an hour, {a} needs {v * t} / {v} = {t} hours.",
-    ], t
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many hours {a} still needs to the {town}.",
+            f"{a} has gone {s} of the {total} km.",
+            f"It is still {total} - {s} = {v * t} km to the {town}.",
+            f"At {v} km an hour, {a} needs {v * t} / {v} = {t} hours.",
+        ],
+        t,
+    )
 
 
 def ages(d: Draw) -> Made:
@@ -174,12 +206,17 @@ def ages(d: Draw) -> Made:
         f"{c} is {less} years younger than {b}, and {b} is {word} as old as {a}, who is {x}.",
     )
     ask = d.pick(f"How old is {c}?", f"What is the age of {c}?", f"How many years old is {c}?")
-    return f"{story} {ask}", [
-        f"We want the age of {c}, so we start with {a} and then {b}.",
-        f"{a} is {x} years old.",
-        f"{b} is {word} as old, which is {times(f, x)} years.",
-        f"{c} is {less} years younger than {b}, which is {f * x} - {less} = {f * x - less} years.",
-    ], f * x - less
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the age of {c}, so we start with {a} and then {b}.",
+            f"{a} is {x} years old.",
+            f"{b} is {word} as old, which is {times(f, x)} years.",
+            f"{c} is {less} years younger than {b}, "
+            f"which is {f * x} - {less} = {f * x - less} years.",
+        ],
+        f * x - less,
+    )
 
 
 def age_sum(d: Draw) -> Made:
@@ -193,12 +230,16 @@ def age_sum(d: Draw) -> Made:
         f"What is the sum of their ages in {k} years?",
         f"How old will they be together in {k} years?",
     )
-    return f"{story} {ask}", [
-        f"We want the sum of the ages of {a} and {b} in {k} years.",
-        f"In {k} years, {a} will be {x} + {k} = {x + k} years old.",
-        f"In {k} years, {b} will be {y} + {k} = {y + k} years old.",
-        f"The sum of the ages of {a} and {b} will be {x + k} + {y + k} = {x + y + 2 * k}.",
-    ], x + y + 2 * k
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the sum of the ages of {a} and {b} in {k} years.",
+            f"In {k} years, {a} will be {x} + {k} = {x + k} years old.",
+            f"In {k} years, {b} will be {y} + {k} = {y + k} years old.",
+            f"The sum of the ages of {a} and {b} will be {x + k} + {y + k} = {x + y + 2 * k}.",
+        ],
+        x + y + 2 * k,
+    )
 
 
 def fence(d: Draw) -> Made:
@@ -210,9 +251,13 @@ def fence(d: Draw) -> Made:
         f"A {line} is {k * q} metres long. {a} places {what} every {k} metres, also at both ends.",
     )
     ask = d.pick(f"How many {what} does {a} need?", f"How many {what} are there?")
-    return f"{story} {ask}", [
-        f"We want to know how many {what} stand along the {line}.",
-        f"The {line} of {k * q} metres has {k * q} / {k} = {q} gaps of {k} metres.",
-        f"With {what} at both ends, there is one more than the gaps.",
-        f"So {a} needs {q} + 1 = {q + 1} {what}.",
-    ], q + 1
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {what} stand along the {line}.",
+            f"The {line} of {k * q} metres has {k * q} / {k} = {q} gaps of {k} metres.",
+            f"With {what} at both ends, there is one more than the gaps.",
+            f"So {a} needs {q} + 1 = {q + 1} {what}.",
+        ],
+        q + 1,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanodflash.train.words import Draw, Made, times
+from nanodflash.train.corpus.words import Draw, Made, times
 
 
 def change(d: Draw) -> Made:
@@ -17,12 +17,16 @@ def change(d: Draw) -> Made:
     ask = d.pick(
         f"How many dollars does {a} have left?", f"How much change does {a} get in dollars?"
     )
-    return f"{story} {ask}", [
-        f"We want to know what {a} has left after buying {k} {t.many}.",
-        f"{k} {t.many} at {p} dollars each cost {times(k, p)} dollars.",
-        f"{a} has {pay} dollars to pay with.",
-        f"After paying, {a} has {pay} - {cost} = {pay - cost} dollars left.",
-    ], pay - cost
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know what {a} has left after buying {k} {t.many}.",
+            f"{k} {t.many} at {p} dollars each cost {times(k, p)} dollars.",
+            f"{a} has {pay} dollars to pay with.",
+            f"After paying, {a} has {pay} - {cost} = {pay - cost} dollars left.",
+        ],
+        pay - cost,
+    )
 
 
 def two_items(d: Draw) -> Made:
@@ -35,12 +39,17 @@ def two_items(d: Draw) -> Made:
         f"and {m} {u.many}.",
     )
     ask = d.pick(f"How many dollars does {a} spend?", f"How much does {a} pay in total?")
-    return f"{story} {ask}", [
-        f"We want the price of {k} {t.many} and {m} {u.many} for {a}.",
-        f"The {k} {t.many} cost {times(k, p)} dollars.",
-        f"The {m} {u.many} cost {times(m, q)} dollars.",
-        f"Together the {t.many} and the {u.many} cost {k * p} + {m * q} = {k * p + m * q} dollars.",
-    ], k * p + m * q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the price of {k} {t.many} and {m} {u.many} for {a}.",
+            f"The {k} {t.many} cost {times(k, p)} dollars.",
+            f"The {m} {u.many} cost {times(m, q)} dollars.",
+            f"Together the {t.many} and the {u.many} cost "
+            f"{k * p} + {m * q} = {k * p + m * q} dollars.",
+        ],
+        k * p + m * q,
+    )
 
 
 def saving(d: Draw) -> Made:
@@ -55,12 +64,16 @@ def saving(d: Draw) -> Made:
         f"How many dollars does {a} have after {w} {unit}s?",
         f"How much money does {a} have when {w} {unit}s are over?",
     )
-    return f"{story} {ask}", [
-        f"We want to know what {a} has after {w} {unit}s of saving {s} dollars.",
-        f"In {w} {unit}s, {a} saves {times(w, s)} dollars.",
-        f"{a} had {b} dollars at the start.",
-        f"After {w} {unit}s, {a} has {b} + {w * s} = {b + w * s} dollars.",
-    ], b + w * s
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know what {a} has after {w} {unit}s of saving {s} dollars.",
+            f"In {w} {unit}s, {a} saves {times(w, s)} dollars.",
+            f"{a} had {b} dollars at the start.",
+            f"After {w} {unit}s, {a} has {b} + {w * s} = {b + w * s} dollars.",
+        ],
+        b + w * s,
+    )
 
 
 def goal(d: Draw) -> Made:
@@ -76,12 +89,16 @@ def goal(d: Draw) -> Made:
         f"How many weeks does {a} need to save?",
         f"After how many weeks can {a} buy the {t.many}?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how many weeks {a} has to save for the {t.many}.",
-        f"The {t.many} cost {price} dollars and {a} has {b} dollars.",
-        f"{a} still needs {price} - {b} = {s * w} dollars.",
-        f"Saving {s} dollars a week, {a} needs {s * w} / {s} = {w} weeks.",
-    ], w
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many weeks {a} has to save for the {t.many}.",
+            f"The {t.many} cost {price} dollars and {a} has {b} dollars.",
+            f"{a} still needs {price} - {b} = {s * w} dollars.",
+            f"Saving {s} dollars a week, {a} needs {s * w} / {s} = {w} weeks.",
+        ],
+        w,
+    )
 
 
 def discount(d: Draw) -> Made:
@@ -100,12 +117,16 @@ def discount(d: Draw) -> Made:
     )
     ask = d.pick(f"How many dollars does {a} pay?", f"What does {a} pay for the {t.many}?")
     one = "one half" if share == 2 else f"one {part}"
-    return f"{story} {ask}", [
-        f"We want the price of the {t.many} for {a} with {percent} percent off.",
-        f"{percent} percent is {one}, so we divide by {share}.",
-        f"{percent} percent of {price} dollars is {price} / {share} = {off} dollars.",
-        f"For the {t.many}, {a} pays {price} - {off} = {price - off} dollars.",
-    ], price - off
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the price of the {t.many} for {a} with {percent} percent off.",
+            f"{percent} percent is {one}, so we divide by {share}.",
+            f"{percent} percent of {price} dollars is {price} / {share} = {off} dollars.",
+            f"For the {t.many}, {a} pays {price} - {off} = {price - off} dollars.",
+        ],
+        price - off,
+    )
 
 
 def unit_price(d: Draw) -> Made:
@@ -121,12 +142,16 @@ def unit_price(d: Draw) -> Made:
         f"At the same price, what do {m} {t.many} cost {a}?",
         f"{a} wants {m} {t.many}. How much does {a} pay?",
     )
-    return f"{story} {ask}", [
-        f"We want the price of {m} {t.many} for {a}, so we find the price of one.",
-        f"{k} {t.many} cost {k * u} dollars.",
-        f"One {t.one} costs {k * u} / {k} = {u} dollars.",
-        f"For {m} {t.many}, {a} pays {times(m, u)} dollars.",
-    ], m * u
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the price of {m} {t.many} for {a}, so we find the price of one.",
+            f"{k} {t.many} cost {k * u} dollars.",
+            f"One {t.one} costs {k * u} / {k} = {u} dollars.",
+            f"For {m} {t.many}, {a} pays {times(m, u)} dollars.",
+        ],
+        m * u,
+    )
 
 
 def tickets(d: Draw) -> Made:
@@ -142,12 +167,16 @@ def tickets(d: Draw) -> Made:
         f"What do tickets for {x} adults and {y} children cost?",
         f"{d.name()} buys tickets for {x} adults and {y} children. What is the total?",
     )
-    return f"{story} {ask}", [
-        f"We want the price of the {where} for {x} adults and {y} children.",
-        f"The tickets for {x} adults cost {times(x, p)} dollars.",
-        f"The tickets for {y} children cost {times(y, q)} dollars.",
-        f"All the tickets for the {where} cost {x * p} + {y * q} = {x * p + y * q} dollars.",
-    ], x * p + y * q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the price of the {where} for {x} adults and {y} children.",
+            f"The tickets for {x} adults cost {times(x, p)} dollars.",
+            f"The tickets for {y} children cost {times(y, q)} dollars.",
+            f"All the tickets for the {where} cost {x * p} + {y * q} = {x * p + y * q} dollars.",
+        ],
+        x * p + y * q,
+    )
 
 
 def wages(d: Draw) -> Made:
@@ -160,12 +189,16 @@ def wages(d: Draw) -> Made:
         "dollars.",
     )
     ask = d.pick(f"How many dollars does {a} have left?", f"How much of the pay does {a} keep?")
-    return f"{story} {ask}", [
-        f"We want to know what {a} has after {h} hours of work and buying {t.many}.",
-        f"In {h} hours, {a} earns {times(h, p)} dollars.",
-        f"{a} spends {s} dollars on {t.many}.",
-        f"{a} has {h * p} - {s} = {h * p - s} dollars left.",
-    ], h * p - s
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know what {a} has after {h} hours of work and buying {t.many}.",
+            f"In {h} hours, {a} earns {times(h, p)} dollars.",
+            f"{a} spends {s} dollars on {t.many}.",
+            f"{a} has {h * p} - {s} = {h * p - s} dollars left.",
+        ],
+        h * p - s,
+    )
 
 
 def split_bill(d: Draw) -> Made:
@@ -183,12 +216,16 @@ def split_bill(d: Draw) -> Made:
         "They share the bill equally. How many dollars does each friend pay?",
         "If the cost is split equally, what does each friend pay?",
     )
-    return f"{story} {ask}", [
-        f"We want to know what each of the {k} friends pays for {food} and {drink}.",
-        f"The {food} and the {drink} cost {x} + {total - x} = {total} dollars together.",
-        f"The {k} friends share {total} dollars equally.",
-        f"Each friend pays {total} / {k} = {share} dollars.",
-    ], share
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know what each of the {k} friends pays for {food} and {drink}.",
+            f"The {food} and the {drink} cost {x} + {total - x} = {total} dollars together.",
+            f"The {k} friends share {total} dollars equally.",
+            f"Each friend pays {total} / {k} = {share} dollars.",
+        ],
+        share,
+    )
 
 
 def notes(d: Draw) -> Made:
@@ -199,12 +236,16 @@ def notes(d: Draw) -> Made:
         f"{d.when()}{d.name()} gives {a} {k} notes of 5 dollars and {m} notes of {v} dollars.",
     )
     ask = d.pick(f"How many dollars does {a} have?", "How much money is that in total?")
-    return f"{story} {ask}", [
-        f"We want to know how many dollars {a} has in notes of 5 and {v} dollars.",
-        f"The {k} notes of 5 dollars are worth {k} * 5 = {k * 5} dollars.",
-        f"The {m} notes of {v} dollars are worth {m} * {v} = {m * v} dollars.",
-        f"In total that is {k * 5} + {m * v} = {k * 5 + m * v} dollars.",
-    ], k * 5 + m * v
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many dollars {a} has in notes of 5 and {v} dollars.",
+            f"The {k} notes of 5 dollars are worth {k} * 5 = {k * 5} dollars.",
+            f"The {m} notes of {v} dollars are worth {m} * {v} = {m * v} dollars.",
+            f"In total that is {k * 5} + {m * v} = {k * 5 + m * v} dollars.",
+        ],
+        k * 5 + m * v,
+    )
 
 
 def profit(d: Draw) -> Made:
@@ -217,12 +258,16 @@ def profit(d: Draw) -> Made:
         f"{a} makes {k} {t.many} for {s} dollars in all and sells each {t.one} for {p} dollars.",
     )
     ask = d.pick(f"How many dollars of profit does {a} make?", f"What is the profit of {a}?")
-    return f"{story} {ask}", [
-        f"We want the profit of {a} from selling {k} {t.many} at {p} dollars each.",
-        f"Selling {k} {t.many} brings {a} {times(k, p)} dollars.",
-        f"Making the {t.many} cost {s} dollars.",
-        f"The profit of {a} is {k * p} - {s} = {k * p - s} dollars.",
-    ], k * p - s
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the profit of {a} from selling {k} {t.many} at {p} dollars each.",
+            f"Selling {k} {t.many} brings {a} {times(k, p)} dollars.",
+            f"Making the {t.many} cost {s} dollars.",
+            f"The profit of {a} is {k * p} - {s} = {k * p - s} dollars.",
+        ],
+        k * p - s,
+    )
 
 
 def cheaper(d: Draw) -> Made:
@@ -236,12 +281,17 @@ def cheaper(d: Draw) -> Made:
         f"How many dollars do you save on {k} {t.many} in {b}'s shop?",
         f"{d.name()} buys {k} {t.many} in {b}'s shop. How many dollars does this save?",
     )
-    return f"{story} {ask}", [
-        f"We compare the price of one {t.one} in the shops of {a} and {b}.",
-        f"In {b}'s shop one {t.one} is {q + gap} - {q} = {gap} dollars cheaper than in {a}'s shop.",
-        f"We buy {k} {t.many} in {b}'s shop.",
-        f"On {k} {t.many} we save {times(k, gap)} dollars.",
-    ], k * gap
+    return (
+        f"{story} {ask}",
+        [
+            f"We compare the price of one {t.one} in the shops of {a} and {b}.",
+            f"In {b}'s shop one {t.one} is {q + gap} - {q} = {gap} dollars cheaper "
+            f"than in {a}'s shop.",
+            f"We buy {k} {t.many} in {b}'s shop.",
+            f"On {k} {t.many} we save {times(k, gap)} dollars.",
+        ],
+        k * gap,
+    )
 
 
 def taxi(d: Draw) -> Made:
@@ -256,9 +306,13 @@ def taxi(d: Draw) -> Made:
         f"{a} rides {k} kilometres. What does {a} pay?",
         f"{d.when()}{a} travels {k} kilometres. How many dollars does {a} pay?",
     )
-    return f"{story} {ask}", [
-        f"We want the price of a {ride} ride of {k} kilometres for {a}.",
-        f"For {k} kilometres at {p} dollars each, {a} pays {times(k, p)} dollars.",
-        f"The {ride} costs {f} dollars at the start.",
-        f"The whole {ride} ride costs {a} {k * p} + {f} = {k * p + f} dollars.",
-    ], k * p + f
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the price of a {ride} ride of {k} kilometres for {a}.",
+            f"For {k} kilometres at {p} dollars each, {a} pays {times(k, p)} dollars.",
+            f"The {ride} costs {f} dollars at the start.",
+            f"The whole {ride} ride costs {a} {k * p} + {f} = {k * p + f} dollars.",
+        ],
+        k * p + f,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanodflash.train.words import Draw, Made, times
+from nanodflash.train.corpus.words import Draw, Made, times
 
 MULTIPLES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
@@ -16,12 +16,16 @@ def give_away(d: Draw) -> Made:
         f"There are {m} {t.many} in each of {a}'s {k} {c.many}. {b} gets {g} {t.many} from {a}.",
     )
     ask = d.pick(f"How many {t.many} does {a} have left?", f"How many {t.many} does {a} keep?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} {a} has after giving some to {b}.",
-        f"{k} {c.many} with {m} {t.many} each hold {times(k, m)} {t.many}.",
-        f"{a} gives {g} {t.many} to {b}.",
-        f"{a} has {k * m} - {g} = {k * m - g} {t.many} left.",
-    ], k * m - g
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} {a} has after giving some to {b}.",
+            f"{k} {c.many} with {m} {t.many} each hold {times(k, m)} {t.many}.",
+            f"{a} gives {g} {t.many} to {b}.",
+            f"{a} has {k * m} - {g} = {k * m - g} {t.many} left.",
+        ],
+        k * m - g,
+    )
 
 
 def share(d: Draw) -> Made:
@@ -35,12 +39,16 @@ def share(d: Draw) -> Made:
         f"Out of {total} {t.many}, {a} keeps {r}. {k} {who} share the others equally.",
     )
     ask = d.pick(f"How many {t.many} does each of the {who} get?", "How many does each one get?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} each of the {k} {who} gets from {a}.",
-        f"{a} keeps {r} of the {total} {t.many}.",
-        f"That leaves {total} - {r} = {k * q} {t.many} to share.",
-        f"Each of the {k} {who} gets {k * q} / {k} = {q} {t.many}.",
-    ], q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} each of the {k} {who} gets from {a}.",
+            f"{a} keeps {r} of the {total} {t.many}.",
+            f"That leaves {total} - {r} = {k * q} {t.many} to share.",
+            f"Each of the {k} {who} gets {k * q} / {k} = {q} {t.many}.",
+        ],
+        q,
+    )
 
 
 def leftovers(d: Draw) -> Made:
@@ -56,12 +64,16 @@ def leftovers(d: Draw) -> Made:
         f"How many {t.many} are left over when no more {c.many} can be filled?",
         f"{a} fills as many {c.many} as possible. How many {t.many} are left over?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} are left when {a} fills {c.many} of {k}.",
-        f"{q} {c.many} hold {times(q, k)} {t.many}.",
-        f"{q + 1} {c.many} would hold {times(q + 1, k)} {t.many}, which is more than {total}.",
-        f"So {a} fills {q} {c.many}, and {total} - {q * k} = {r} {t.many} are left over.",
-    ], r
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} are left when {a} fills {c.many} of {k}.",
+            f"{q} {c.many} hold {times(q, k)} {t.many}.",
+            f"{q + 1} {c.many} would hold {times(q + 1, k)} {t.many}, which is more than {total}.",
+            f"So {a} fills {q} {c.many}, and {total} - {q * k} = {r} {t.many} are left over.",
+        ],
+        r,
+    )
 
 
 def boxes_needed(d: Draw) -> Made:
@@ -73,12 +85,16 @@ def boxes_needed(d: Draw) -> Made:
         f"{a} has {total} {t.many} and wants to put all of them into {c.many} of {k}.",
     )
     ask = d.pick(f"How many {c.many} does {a} need?", f"How many {c.many} are needed for all?")
-    return f"{story} {ask}", [
-        f"We want to know how many {c.many} of {k} {a} needs for {total} {t.many}.",
-        f"{q} {c.many} hold {times(q, k)} {t.many}, which is less than {total}.",
-        f"{q + 1} {c.many} hold {times(q + 1, k)} {t.many}, which is enough for {total}.",
-        f"So {a} needs {q} + 1 = {q + 1} {c.many}.",
-    ], q + 1
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {c.many} of {k} {a} needs for {total} {t.many}.",
+            f"{q} {c.many} hold {times(q, k)} {t.many}, which is less than {total}.",
+            f"{q + 1} {c.many} hold {times(q + 1, k)} {t.many}, which is enough for {total}.",
+            f"So {a} needs {q} + 1 = {q + 1} {c.many}.",
+        ],
+        q + 1,
+    )
 
 
 def multiple_total(d: Draw) -> Made:
@@ -90,12 +106,16 @@ def multiple_total(d: Draw) -> Made:
         f"{d.when()}{a} collects {m} {t.many}, and {b} collects {word} as many.",
     )
     ask = d.pick(f"How many {t.many} do they have together?", f"How many {t.many} is that in all?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} {a} and {b} have together.",
-        f"{a} has {m} {t.many}.",
-        f"{b} has {word} as many, which is {times(f, m)} {t.many}.",
-        f"Together {a} and {b} have {m} + {f * m} = {m + f * m} {t.many}.",
-    ], m + f * m
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} {a} and {b} have together.",
+            f"{a} has {m} {t.many}.",
+            f"{b} has {word} as many, which is {times(f, m)} {t.many}.",
+            f"Together {a} and {b} have {m} + {f * m} = {m + f * m} {t.many}.",
+        ],
+        m + f * m,
+    )
 
 
 def how_many_more(d: Draw) -> Made:
@@ -110,12 +130,16 @@ def how_many_more(d: Draw) -> Made:
         f"How many more {t.many} does {a} have than {b}?",
         f"How many fewer {t.many} does {b} have than {a}?",
     )
-    return f"{story} {ask}", [
-        f"We compare the number of {t.many} that {a} and {b} have.",
-        f"{k} {c.many} of {m} {t.many} hold {times(k, m)} {t.many}, so {a} has {k * m}.",
-        f"{b} has {x} {t.many}.",
-        f"The difference between {a} and {b} is {k * m} - {x} = {k * m - x} {t.many}.",
-    ], k * m - x
+    return (
+        f"{story} {ask}",
+        [
+            f"We compare the number of {t.many} that {a} and {b} have.",
+            f"{k} {c.many} of {m} {t.many} hold {times(k, m)} {t.many}, so {a} has {k * m}.",
+            f"{b} has {x} {t.many}.",
+            f"The difference between {a} and {b} is {k * m} - {x} = {k * m - x} {t.many}.",
+        ],
+        k * m - x,
+    )
 
 
 def find_more(d: Draw) -> Made:
@@ -126,12 +150,16 @@ def find_more(d: Draw) -> Made:
         f"{b} has {z} {t.many}. {a} had {x} {t.many} and then bought {y} more.",
     )
     ask = d.pick(f"How many {t.many} do {a} and {b} have together?", "How many do both have now?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} {a} and {b} have together.",
-        f"{a} now has {x} + {y} = {x + y} {t.many}.",
-        f"{b} has {z} {t.many}.",
-        f"Together {a} and {b} have {x + y} + {z} = {x + y + z} {t.many}.",
-    ], x + y + z
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} {a} and {b} have together.",
+            f"{a} now has {x} + {y} = {x + y} {t.many}.",
+            f"{b} has {z} {t.many}.",
+            f"Together {a} and {b} have {x + y} + {z} = {x + y + z} {t.many}.",
+        ],
+        x + y + z,
+    )
 
 
 def fraction_left(d: Draw) -> Made:
@@ -145,12 +173,16 @@ def fraction_left(d: Draw) -> Made:
         f"Of {total} {t.many}, {a} hands {word} to {b}. After that, {a} loses {m} of the rest.",
     )
     ask = d.pick(f"How many {t.many} does {a} have now?", f"How many {t.many} are left for {a}?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} {a} has after giving some to {b}.",
-        f"{word.capitalize()} of {total} {t.many} is {total} / {k} = {q} {t.many} for {b}.",
-        f"After giving them away, {a} has {total} - {q} = {total - q} {t.many}.",
-        f"After losing {m}, {a} has {total - q} - {m} = {total - q - m} {t.many}.",
-    ], total - q - m
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} {a} has after giving some to {b}.",
+            f"{word.capitalize()} of {total} {t.many} is {total} / {k} = {q} {t.many} for {b}.",
+            f"After giving them away, {a} has {total} - {q} = {total - q} {t.many}.",
+            f"After losing {m}, {a} has {total - q} - {m} = {total - q - m} {t.many}.",
+        ],
+        total - q - m,
+    )
 
 
 def class_part(d: Draw) -> Made:
@@ -167,12 +199,16 @@ def class_part(d: Draw) -> Made:
     ask = d.pick(
         f"How many {who} do not {verb}?", f"How many of the {who} in {where} do not {verb}?"
     )
-    return f"{story} {ask}", [
-        f"We want to know how many {who} in {where} do not {verb}.",
-        f"There are {total} {who} in {where}.",
-        f"{word} of them {verb}, which is {total} / {k} = {q} {who}.",
-        f"So {total} - {q} = {total - q} {who} do not {verb}.",
-    ], total - q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {who} in {where} do not {verb}.",
+            f"There are {total} {who} in {where}.",
+            f"{word} of them {verb}, which is {total} / {k} = {q} {who}.",
+            f"So {total} - {q} = {total - q} {who} do not {verb}.",
+        ],
+        total - q,
+    )
 
 
 def seats(d: Draw) -> Made:
@@ -185,12 +221,16 @@ def seats(d: Draw) -> Made:
         f"{d.when()}{x} people sit in a {where} that has {s} seats in each of its {r} rows.",
     )
     ask = d.pick("How many seats are empty?", f"How many free seats does the {where} have?")
-    return f"{story} {ask}", [
-        f"We want to know how many seats in the {where} are empty.",
-        f"{r} rows with {s} seats each make {times(r, s)} seats.",
-        f"In the {where}, {x} seats are taken.",
-        f"So {r * s} - {x} = {r * s - x} seats are empty.",
-    ], r * s - x
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many seats in the {where} are empty.",
+            f"{r} rows with {s} seats each make {times(r, s)} seats.",
+            f"In the {where}, {x} seats are taken.",
+            f"So {r * s} - {x} = {r * s - x} seats are empty.",
+        ],
+        r * s - x,
+    )
 
 
 def teams(d: Draw) -> Made:
@@ -204,12 +244,16 @@ def teams(d: Draw) -> Made:
         f"{d.name()} puts {x} boys and {y} girls into {sport} teams of {k} children.",
     )
     ask = d.pick("How many teams are there?", f"How many {sport} teams can they form?")
-    return f"{story} {ask}", [
-        f"We want to know how many {sport} teams of {k} the boys and girls can form.",
-        f"There are {x} + {y} = {x + y} children in total.",
-        f"Each {sport} team has {k} children.",
-        f"So there are {x + y} / {k} = {q} {sport} teams.",
-    ], q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {sport} teams of {k} the boys and girls can form.",
+            f"There are {x} + {y} = {x + y} children in total.",
+            f"Each {sport} team has {k} children.",
+            f"So there are {x + y} / {k} = {q} {sport} teams.",
+        ],
+        q,
+    )
 
 
 def average3(d: Draw) -> Made:
@@ -224,12 +268,16 @@ def average3(d: Draw) -> Made:
         f"{a}, {b} and {c} count their {t.many}: {x}, {y} and {z}.",
     )
     ask = d.pick(f"What is the average number of {t.many}?", "How many is that on average?")
-    return f"{story} {ask}", [
-        f"We want the average number of {t.many} of {a}, {b} and {c}.",
-        f"{a} and {b} have {x} + {y} = {x + y} {t.many}.",
-        f"With the {t.many} of {c}, that is {x + y} + {z} = {3 * q} {t.many}.",
-        f"The average of the 3 numbers is {3 * q} / 3 = {q}.",
-    ], q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the average number of {t.many} of {a}, {b} and {c}.",
+            f"{a} and {b} have {x} + {y} = {x + y} {t.many}.",
+            f"With the {t.many} of {c}, that is {x + y} + {z} = {3 * q} {t.many}.",
+            f"The average of the 3 numbers is {3 * q} / 3 = {q}.",
+        ],
+        q,
+    )
 
 
 def average4(d: Draw) -> Made:
@@ -244,10 +292,14 @@ def average4(d: Draw) -> Made:
         f"The results of {a} in 4 rounds are {w}, {x}, {y} and {z} {what}.",
     )
     ask = d.pick("What is the average?", f"How many {what} does {a} get on average?")
-    return f"{story} {ask}", [
-        f"We want the average number of {what} that {a} gets in 4 rounds.",
-        f"The first two rounds give {w} + {x} = {w + x} {what}.",
-        f"The last two rounds give {y} + {z} = {y + z} {what}.",
-        f"All 4 rounds give {w + x} + {y + z} = {4 * q} {what}.",
-        f"The average for {a} is {4 * q} / 4 = {q} {what}.",
-    ], q
+    return (
+        f"{story} {ask}",
+        [
+            f"We want the average number of {what} that {a} gets in 4 rounds.",
+            f"The first two rounds give {w} + {x} = {w + x} {what}.",
+            f"The last two rounds give {y} + {z} = {y + z} {what}.",
+            f"All 4 rounds give {w + x} + {y + z} = {4 * q} {what}.",
+            f"The average for {a} is {4 * q} / 4 = {q} {what}.",
+        ],
+        q,
+    )

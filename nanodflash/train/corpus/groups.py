@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanodflash.train.words import Draw, Made, times
+from nanodflash.train.corpus.words import Draw, Made, times
 
 
 def game_points(d: Draw) -> Made:
@@ -18,12 +18,16 @@ def game_points(d: Draw) -> Made:
         f"{d.when()}{a} plays a game, wins {k} {many} at {p} points each and loses {lost} points.",
     )
     ask = d.pick(f"How many points does {a} have?", f"What is the score of {a}?")
-    return f"{story} {ask}", [
-        f"We want to know how many points {a} has after {k} {many}.",
-        f"For {k} {many} at {p} points each, {a} gets {times(k, p)} points.",
-        f"Then {a} loses {lost} points.",
-        f"The score of {a} is {k * p} - {lost} = {k * p - lost} points.",
-    ], k * p - lost
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many points {a} has after {k} {many}.",
+            f"For {k} {many} at {p} points each, {a} gets {times(k, p)} points.",
+            f"Then {a} loses {lost} points.",
+            f"The score of {a} is {k * p} - {lost} = {k * p - lost} points.",
+        ],
+        k * p - lost,
+    )
 
 
 def recipe(d: Draw) -> Made:
@@ -39,12 +43,16 @@ def recipe(d: Draw) -> Made:
         f"{a} cooks {dish} for {s * f} people. How many {what} does {a} need?",
         f"How many {what} does {a} need to make {dish} for {s * f} people?",
     )
-    return f"{story} {ask}", [
-        f"We want to know how many {what} {a} needs for {s * f} people.",
-        f"The {dish} recipe is for {s} people and {a} cooks for {s * f} people.",
-        f"That is {s * f} / {s} = {f} times as many people.",
-        f"So {a} needs {times(f, m)} {what}.",
-    ], f * m
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {what} {a} needs for {s * f} people.",
+            f"The {dish} recipe is for {s} people and {a} cooks for {s * f} people.",
+            f"That is {s * f} / {s} = {f} times as many people.",
+            f"So {a} needs {times(f, m)} {what}.",
+        ],
+        f * m,
+    )
 
 
 def baking(d: Draw) -> Made:
@@ -58,12 +66,16 @@ def baking(d: Draw) -> Made:
         f"{d.when()}{a} is baking {c} {dish} with {e} {what} each and has {have} {what}.",
     )
     ask = d.pick(f"How many more {what} does {a} need?", f"How many {what} must {a} still buy?")
-    return f"{story} {ask}", [
-        f"We want to know how many more {what} {a} needs for {c} {dish}.",
-        f"{c} {dish} with {e} {what} each need {times(c, e)} {what}.",
-        f"{a} already has {have} {what}.",
-        f"So {a} still needs {c * e} - {have} = {c * e - have} {what}.",
-    ], c * e - have
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many more {what} {a} needs for {c} {dish}.",
+            f"{c} {dish} with {e} {what} each need {times(c, e)} {what}.",
+            f"{a} already has {have} {what}.",
+            f"So {a} still needs {c * e} - {have} = {c * e - have} {what}.",
+        ],
+        c * e - have,
+    )
 
 
 def library(d: Draw) -> Made:
@@ -75,12 +87,16 @@ def library(d: Draw) -> Made:
         f"There are {x} {t.many} in the shop of {a}. Then {y} are sold and {z} new ones arrive.",
     )
     ask = d.pick(f"How many {t.many} are there now?", f"How many {t.many} is that in the end?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} there are in the end.",
-        f"At the start there are {x} {t.many}.",
-        f"After {y} {t.many} are gone, {x} - {y} = {x - y} {t.many} are left.",
-        f"With {z} new ones, there are {x - y} + {z} = {x - y + z} {t.many}.",
-    ], x - y + z
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} there are in the end.",
+            f"At the start there are {x} {t.many}.",
+            f"After {y} {t.many} are gone, {x} - {y} = {x - y} {t.many} are left.",
+            f"With {z} new ones, there are {x - y} + {z} = {x - y + z} {t.many}.",
+        ],
+        x - y + z,
+    )
 
 
 def bus(d: Draw) -> Made:
@@ -97,13 +113,17 @@ def bus(d: Draw) -> Made:
     )
     ask = d.pick(f"How many people are on the {what} now?", "How many passengers are left?")
     y, z = x - off, x - off + on
-    return f"{story} {ask}", [
-        f"We want to know how many people are on the {what} after the {last}.",
-        f"After {off} people get off at the {stop} stop, {x} - {off} = {y} people are left.",
-        f"After {on} people get on, there are {y} + {on} = {z} people.",
-        f"After {off2} people get off at the {last}, {z} - {off2} = {z - off2} people are on the "
-        f"{what}.",
-    ], z - off2
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many people are on the {what} after the {last}.",
+            f"After {off} people get off at the {stop} stop, {x} - {off} = {y} people are left.",
+            f"After {on} people get on, there are {y} + {on} = {z} people.",
+            f"After {off2} people get off at the {last}, {z} - {off2} = {z - off2} "
+            f"people are on the {what}.",
+        ],
+        z - off2,
+    )
 
 
 def legs(d: Draw) -> Made:
@@ -116,12 +136,16 @@ def legs(d: Draw) -> Made:
         f"{d.when()}{a} counts {x} {birds} and {y} {beasts} in a field.",
     )
     ask = d.pick("How many legs do the animals have?", "How many legs are there in all?")
-    return f"{story} {ask}", [
-        f"We want to know how many legs {x} {birds} and {y} {beasts} have.",
-        f"{x} {birds} with 2 legs each have {times(x, 2)} legs.",
-        f"{y} {beasts} with 4 legs each have {times(y, 4)} legs.",
-        f"In all, there are {2 * x} + {4 * y} = {2 * x + 4 * y} legs.",
-    ], 2 * x + 4 * y
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many legs {x} {birds} and {y} {beasts} have.",
+            f"{x} {birds} with 2 legs each have {times(x, 2)} legs.",
+            f"{y} {beasts} with 4 legs each have {times(y, 4)} legs.",
+            f"In all, there are {2 * x} + {4 * y} = {2 * x + 4 * y} legs.",
+        ],
+        2 * x + 4 * y,
+    )
 
 
 def garden(d: Draw) -> Made:
@@ -135,12 +159,16 @@ def garden(d: Draw) -> Made:
         f"{d.when()}{a} sets {r} rows with {m} {p} in each and {s} rows with {k} {q} in each.",
     )
     ask = d.pick(f"How many plants does {a} have?", "How many plants are in the garden?")
-    return f"{story} {ask}", [
-        f"We want to know how many {p} and {q} {a} has in total.",
-        f"{r} rows of {m} {p} are {times(r, m)} {p}.",
-        f"{s} rows of {k} {q} are {times(s, k)} {q}.",
-        f"In total {a} has {r * m} + {s * k} = {r * m + s * k} plants.",
-    ], r * m + s * k
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {p} and {q} {a} has in total.",
+            f"{r} rows of {m} {p} are {times(r, m)} {p}.",
+            f"{s} rows of {k} {q} are {times(s, k)} {q}.",
+            f"In total {a} has {r * m} + {s * k} = {r * m + s * k} plants.",
+        ],
+        r * m + s * k,
+    )
 
 
 def trays(d: Draw) -> Made:
@@ -155,12 +183,16 @@ def trays(d: Draw) -> Made:
         f"the rest in bags of {b}.",
     )
     ask = d.pick("How many bags are there?", f"How many bags does {a} fill?")
-    return f"{story} {ask}", [
-        f"We want to know how many bags of {b} {what} {a} can fill.",
-        f"{rows} trays of {each} {what} hold {times(rows, each)} {what}.",
-        f"After {a} sells {sold}, {total} - {sold} = {left} {what} are left.",
-        f"In bags of {b}, that makes {left} / {b} = {left // b} bags.",
-    ], left // b
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many bags of {b} {what} {a} can fill.",
+            f"{rows} trays of {each} {what} hold {times(rows, each)} {what}.",
+            f"After {a} sells {sold}, {total} - {sold} = {left} {what} are left.",
+            f"In bags of {b}, that makes {left} / {b} = {left // b} bags.",
+        ],
+        left // b,
+    )
 
 
 def chain(d: Draw) -> Made:
@@ -176,9 +208,13 @@ def chain(d: Draw) -> Made:
         f"as many as {b}.",
     )
     ask = d.pick(f"How many {t.many} does {c} have?", f"How many {t.many} is that for {c}?")
-    return f"{story} {ask}", [
-        f"We want to know how many {t.many} {c} has, so we start with {a}.",
-        f"{a} has {x} {t.many}.",
-        f"{b} has {less} fewer, which is {x} - {less} = {y} {t.many}.",
-        f"{c} has {word} as many as {b}, which is {times(f, y)} {t.many}.",
-    ], f * y
+    return (
+        f"{story} {ask}",
+        [
+            f"We want to know how many {t.many} {c} has, so we start with {a}.",
+            f"{a} has {x} {t.many}.",
+            f"{b} has {less} fewer, which is {x} - {less} = {y} {t.many}.",
+            f"{c} has {word} as many as {b}, which is {times(f, y)} {t.many}.",
+        ],
+        f * y,
+    )

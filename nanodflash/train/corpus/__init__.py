@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanodflash.train import code, maths
+from nanodflash.train.corpus import code, maths
 
 MATHS_SHARE = 0.85
 HELD_OUT_ONE_IN = 50

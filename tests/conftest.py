@@ -1,0 +1,9 @@
+"""One thread: the models are tiny, and test processes share the machine."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
