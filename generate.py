@@ -120,18 +120,19 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file is None:
         return list(PROMPTS)
     stdin = args.prompt_file == "-"
+    name = "stdin" if stdin else args.prompt_file
     if stdin and sys.stdin is None:
         raise ValueError("stdin is closed: give --prompt-file a file")
     try:
         data = sys.stdin.buffer.read() if stdin else Path(args.prompt_file).read_bytes()
         lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
-        raise ValueError(f"cannot read {args.prompt_file}: {error.strerror}") from error
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{args.prompt_file} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
     prompts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"{args.prompt_file} holds no prompt, wanted one a line")
+        raise ValueError(f"{name} holds no prompt, wanted one a line")
     return prompts
 
 

@@ -314,8 +314,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
-        check_int("top_k", self.top_k, 0)
-        _check_number("temperature", self.temperature, lambda x: 0 <= x, "a number of at least 0")
+        check_int("top_k", self.top_k, 0, 2**31 - 1)
+        # Beyond these bounds logits / temperature leaves what fp32 can tell apart.
+        warm = "0 (greedy) or a number in 0.0001..10000"
+        _check_number("temperature", self.temperature, lambda x: x == 0 or 1e-4 <= x <= 1e4, warm)
         _check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1")
         _check_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in 0..1")
         if self.seed is not None:
@@ -326,7 +328,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0)
+            check_int("stop_token_ids", token, 0, 2**31 - 1)
 
 
 def _check_number(key: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> None:

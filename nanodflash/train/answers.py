@@ -3,9 +3,21 @@
 import time
 from collections.abc import Sequence
 
+import torch
+
 from nanodflash.config import EngineConfig, SamplingParams
-from nanodflash.decoding.cycle import EMITTED, FINISH, RECORD, RUNNING, Decoder, Facts, Span
-from nanodflash.engine.runner import Runner
+from nanodflash.decoding.cycle import (
+    EMITTED,
+    FINISH,
+    RECORD,
+    RUNNING,
+    Decoder,
+    Facts,
+    Span,
+    commit_step,
+    prefill_step,
+    verify_step,
+)
 from nanodflash.models.qwen3 import Qwen3
 
 ROWS, MAX_ANSWER, SAMPLED_ONE_IN = 64, 256, 7
@@ -23,7 +35,6 @@ def own_answers(
     longest = max(map(len, prompts)) + MAX_ANSWER
     config = EngineConfig(max_model_len=longest, max_seqs=ROWS)
     decoder = Decoder(target, None, config)
-    runner = Runner(decoder)
     pages = config.pages_per_seq
     for slot in range(ROWS):  # every slot keeps its own pages throughout
         decoder.state.set_pages(slot, 0, range(1 + slot * pages, 1 + (slot + 1) * pages))
@@ -49,14 +60,19 @@ def own_answers(
         decoder.state.page_table.copy_(tables)
         spans = [Span(slot, 0, len(prompts[i]), True) for slot, i in enumerate(members)]
         rows, bound = list(range(len(members))), len(prompts[members[-1]])
-        records = runner.prefill(spans, Facts(1, "sampled", False, bound))
+        facts = Facts(1, "sampled", False, bound)
+        record = prefill_step(decoder, spans, torch.tensor(rows), facts)
+        assert record is not None
+        records = record.tolist()
         while rows:
             for slot, record in zip(rows, records, strict=True):
                 answers[members[slot]] += record[RECORD : RECORD + record[EMITTED]]
             rows = [slot for slot, r in zip(rows, records, strict=True) if r[FINISH] == RUNNING]
             bound += 1
             if rows:
-                records = runner.cycle(rows, Facts(1, "sampled", False, bound))
+                slots, facts = torch.tensor(rows), Facts(1, "sampled", False, bound)
+                verified = verify_step(decoder, slots, None, facts)
+                records = commit_step(decoder, slots, verified).tolist()
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             made, tokens = first + len(members), sum(map(len, answers))

@@ -6,8 +6,8 @@ the three are always given together.
 
 from typing import Any
 
-from nanodflash import LLM, SamplingParams
-from nanodflash.engine.metrics import Metrics
+from nanodflash.config import SamplingParams
+from nanodflash.llm import LLM, Metrics
 from nanodflash.train import corpus
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kit import DRAFT, TARGET
 
+from kit import DRAFT, TARGET
 from nanodflash.config import (
     DraftConfig,
     EngineConfig,

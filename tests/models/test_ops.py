@@ -4,11 +4,11 @@ import itertools
 import math
 import random
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
 
+import oracle
 from nanodflash import SamplingParams, ops
 from nanodflash.config import MAX_STOP_IDS
 
@@ -99,12 +99,8 @@ def brute_force(
 ) -> Tensor:
     """One request, one head at a time, in fp64: q [S, Hq, D], k and v [start+S, Hkv, D]."""
     q, k, v, out = q.double(), k.double(), v.double(), torch.empty_like(q, dtype=torch.float64)
-    seen = torch.tensor(
-        [
-            [visible(start + j, p, len(k), causal, window) for p in range(len(k))]
-            for j in range(len(q))
-        ]
-    )
+    rows, keys = range(start, start + len(q)), range(len(k))
+    seen = torch.tensor([[visible(j, p, len(k), causal, window) for p in keys] for j in rows])
     for head in range(q.shape[1]):
         kv = head // (q.shape[1] // k.shape[1])
         scores = (q[:, head] @ k[:, kv].T / math.sqrt(q.shape[2])).masked_fill(~seen, -INF)

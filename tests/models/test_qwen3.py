@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TARGET, make_target
-from oracle import Causal
 from torch import Tensor
 
+from kit import TARGET, make_target
 from nanodflash.config import TargetConfig
 from nanodflash.decoding.kv_cache import KVPool, RaggedMemory, paged_memory
 from nanodflash.models.layers import inverse_frequencies
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.train.target import DenseMemory
+from oracle import Causal
 
 BATCH, LENGTH, TAPS = 2, 37, (0, 1, 2, 3)
 

@@ -1,0 +1,570 @@
+"""What the cycle emits is what the oracle emits, token for token, in fp64.
+
+Whatever is proposed, whatever the block, the pages, the chunks and the neighbours: only the
+number of cycles may differ, and that is counted here a second time, from the script alone.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence as Ids
+from functools import cache
+from typing import Any, NamedTuple
+
+import oracle
+import pytest
+import torch
+from kit import PATTERNS, Script, make_draft, make_target
+from torch import Tensor
+
+from nanodflash import SamplingParams
+from nanodflash.config import EngineConfig
+from nanodflash.decoding.cycle import (
+    ACCEPTED,
+    BUDGET,
+    EMITTED,
+    EPOCH,
+    FINISH,
+    LENGTH,
+    RAW_ACCEPTED,
+    RECORD,
+    RUNNING,
+    STOP,
+    Decoder,
+    Facts,
+    Proposer,
+    Span,
+    commit_step,
+    draft_step,
+    prefill_step,
+    verify_step,
+)
+from nanodflash.decoding.kv_cache import KVPool, row_index
+from nanodflash.decoding.state import ACTIVE, FINISHED
+from nanodflash.engine.engine import Engine
+from nanodflash.engine.sequence import Sequence
+
+LIMIT, NEW = 128, 24
+TARGET = {"num_hidden_layers": 3, "intermediate_size": 64}
+DRAFT = {
+    "num_target_layers": 3,
+    "intermediate_size": 64,
+    "dflash_config": {"mask_token_id": 319, "target_layer_ids": [2, 0]},
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "plain": {"temperature": 1.0, "seed": 11},
+    "top_k": {"temperature": 1.5, "top_k": 5, "seed": -7},
+    "top_p": {"temperature": 0.75, "top_p": 0.625, "seed": 2**40},
+    "all": {"temperature": 2.0, "top_k": 40, "top_p": 0.9375, "min_p": 0.125, "seed": 0},
+}
+PROMPTS = dict(zip(SAMPLINGS, ([7, 3, 300, 41, 5], [9] * 11, [17], [*range(23)], [1, 2, 319]), strict=True))
+
+target = cache(lambda: make_target(**TARGET))  # of the engines: each Decoder makes its rotary table
+draft = cache(lambda: make_draft(**DRAFT))
+
+
+@cache
+def judge() -> Any:
+    """The oracle's target: the same weights, a rotary table of its own."""
+    model = make_target(**TARGET)
+    model.prepare(2 * LIMIT)
+    return model
+
+
+@cache
+def text(sampling: str) -> list[int]:
+    """What follows a sampling's prompt, by the oracle; longer than any budget and its block."""
+    params = SamplingParams(max_new_tokens=NEW + 16, **SAMPLINGS[sampling])
+    return oracle.decode(judge(), PROMPTS[sampling], params)[0]
+
+
+def simulate(
+    anchor: int, count: int, size: int, pattern: str | None, limit: int = LIMIT
+) -> list[tuple[int, int, int]]:
+    """(emitted, accepted, proposed) of every cycle that emits `count` tokens behind `anchor`."""
+    end, cycles, places = anchor + count, [], torch.arange(1, size)
+    while anchor < end:
+        spoiled = [True]
+        if pattern is not None:
+            spoiled = [*PATTERNS[pattern](anchor + places[None], places)[0].tolist(), True]
+        proposed = max(0, min(size - 1, limit - anchor - 1))
+        accepted = min(spoiled.index(True), proposed)
+        emitted = min(accepted + 1, end - anchor)
+        cycles.append((emitted, min(accepted, emitted), proposed))
+        anchor += emitted
+    return cycles
+
+
+def test_the_texts_have_power() -> None:
+    assert len(set(text("greedy"))) >= 20
+    assert len({tuple(text(sampling)) for sampling in SAMPLINGS}) == len(SAMPLINGS)
+
+
+# ---------------------------------------------------------------------- one request
+
+
+def make_engine(
+    size: int,
+    page: int = 4,
+    chunk: int = 512,
+    proposer: Proposer | None = None,
+    with_draft: bool = True,
+    poison: bool = False,
+) -> Engine:
+    config = EngineConfig(
+        max_model_len=LIMIT, block_size=size, page_size=page, max_prefill=chunk, max_seqs=2
+    )
+    decoder = Decoder(target(), draft() if with_draft else None, config, proposer)
+    if poison:
+        fill(decoder)
+    return Engine(decoder, config)
+
+
+def fill(decoder: Decoder, value: float = float("nan")) -> None:
+    for pool in (decoder.target_pool, decoder.draft_pool):
+        if pool is not None:
+            pool.rows.fill_(value)
+
+
+def make_sequence(sampling: str, new: int = NEW, speculate: bool = True) -> Sequence:
+    params = SamplingParams(max_new_tokens=new, **SAMPLINGS[sampling])
+    return Sequence(PROMPTS[sampling], params, new, params.seed or 0, [], speculate, None)
+
+
+def check_against_script(sequence: Sequence, sampling: str, size: int, pattern: str | None) -> None:
+    """Ids by the oracle; every count of the metrics by the script alone."""
+    assert sequence.token_ids == text(sampling)[:NEW]
+    assert sequence.finish_reason == "length"
+    cycles = simulate(len(sequence.prompt), NEW - 1, size, pattern)
+    metrics = sequence.metrics
+    assert metrics.prompt_tokens == len(sequence.prompt)
+    assert metrics.emitted == Counter(emitted for emitted, _, _ in cycles)
+    kept = [sum(accepted >= place for _, accepted, _ in cycles) for place in range(1, size)]
+    assert metrics.accepted_at + [0] * (size - 1 - len(metrics.accepted_at)) == kept
+    assert metrics.proposed_at == [len(cycles)] * (size - 1)
+    assert metrics.cycles == len(cycles)
+    assert metrics.accepted == sum(accepted for _, accepted, _ in cycles)
+    assert metrics.proposed == sum(proposed for _, _, proposed in cycles)
+    assert NEW == 1 + metrics.decoded_tokens == 1 + sum(emitted for emitted, _, _ in cycles)
+    assert metrics.tau == (NEW - 1) / len(cycles)
+
+
+SIZES, PAGES, CHUNKS = (1, 2, 4, 8, 16), (1, 4, 64, 3, 16), (1, 2, 7, 16, 512)
+# An orthogonal array: every two levels of every two columns meet in one of the 25 rows.
+PAIRWISE = [
+    (
+        SIZES[i],
+        [*PATTERNS][j],
+        [*SAMPLINGS][(i + j) % 5],
+        PAGES[(i + 2 * j) % 5],
+        CHUNKS[(i + 3 * j) % 5],
+        (i + 4 * j) % 5 < 3,
+    )
+    for i in range(5)
+    for j in range(5)
+]
+
+
+@pytest.mark.parametrize(("size", "pattern", "sampling", "page", "chunk", "with_draft"), PAIRWISE)
+def test_one_request(
+    size: int, pattern: str, sampling: str, page: int, chunk: int, with_draft: bool
+) -> None:
+    script = Script(PROMPTS[sampling] + text(sampling), size, pattern) if size > 1 else None
+    engine = make_engine(size, page, chunk, script, with_draft)
+    sequence = make_sequence(sampling)
+    list(engine.run(sequence))
+    check_against_script(sequence, sampling, size, pattern if size > 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("size", "sampling", "page", "chunk"),
+    [
+        (2, "greedy", 3, 2),
+        (16, "greedy", 64, 512),
+        (8, "plain", 1, 7),
+        (4, "top_k", 4, 1),
+        (8, "top_p", 16, 16),
+        (16, "all", 5, 3),
+    ],
+)
+def test_the_random_drafter_itself(size: int, sampling: str, page: int, chunk: int) -> None:
+    sequence = make_sequence(sampling)
+    list(make_engine(size, page, chunk).run(sequence))
+    assert sequence.token_ids == text(sampling)[:NEW]
+    metrics = sequence.metrics
+    assert metrics.proposed == metrics.cycles * (size - 1)
+    assert NEW == 1 + metrics.decoded_tokens
+    # every cycle but the last emits what it accepted and one more
+    assert metrics.accepted + metrics.cycles - metrics.decoded_tokens in (0, 1)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "top_p"])
+@pytest.mark.parametrize("size", [1, 8])
+def test_speculation_off_leaves_the_draft_pool_alone(size: int, sampling: str) -> None:
+    engine = make_engine(size)
+    decoder = engine.runner.decoder
+    fill(decoder, 7.0)
+    sequence = make_sequence(sampling, speculate=False)
+    list(engine.run(sequence))
+    check_against_script(sequence, sampling, 1, None)
+    assert decoder.draft_pool is not None
+    assert (decoder.draft_pool.rows == 7.0).all()
+
+
+@pytest.mark.parametrize("size", [1, 8, 16])
+@pytest.mark.parametrize("pattern", ["right", "third wrong", "random"])
+def test_unwritten_places_never_count(size: int, pattern: str) -> None:
+    script = Script(PROMPTS["plain"] + text("plain"), size, pattern) if size > 1 else None
+    sequence = make_sequence("plain")
+    list(make_engine(size, 5, 4, script, poison=True).run(sequence))
+    check_against_script(sequence, "plain", size, pattern if size > 1 else None)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "all"])
+def test_the_drafter_sees_no_unwritten_place(sampling: str) -> None:
+    """Its proposals, too, are those of clean pools: NaN would be token 0 everywhere."""
+    runs = []
+    for poison in (False, True):
+        engine = make_engine(8, 5, 4, poison=poison)
+        sequence, seen = make_sequence(sampling), []
+        for _ in engine.run(sequence):
+            batch = torch.tensor([sequence.slot])
+            sampler = "greedy" if sampling == "greedy" else "sampled"
+            engine._reserve(sequence, len(sequence) + 8)
+            facts = Facts(8, sampler, True, len(sequence) + 8)
+            seen += draft_step(engine.runner.decoder, batch, facts).tolist()
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert len({token for block in runs[0] for token in block}) > 10
+
+
+# ---------------------------------------------------------------------- what the pools hold
+
+
+class Kept(oracle.Causal):
+    """The oracle's attention, keeping K and V; also takes what the drafter injects."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.rows[layer] = torch.stack((k, v), 1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.write(layer, k, v)
+        return super().attend(layer, q, k, v)
+
+
+@torch.no_grad()
+def fresh_rows(ids: Ids[int]) -> tuple[Tensor, Tensor]:
+    """K/V of all `ids` in one uncached forward, and of one injection of its features."""
+    positions = torch.arange(len(ids))
+    seen, injected = Kept(), Kept()
+    _, features = judge()(torch.tensor(ids), positions, seen, draft().config.target_layer_ids)
+    draft().inject(features, positions, injected)
+    return tuple(torch.stack([*kept.rows.values()]) for kept in (seen, injected))
+
+
+def check_pools(decoder: Decoder, slot: int, ids: Ids[int], tapped: bool = True) -> None:
+    """Both pools hold the rows of `ids`, by the slot's page table."""
+    table = decoder.state.page_table[slot : slot + 1]
+    fresh = fresh_rows(ids)
+    for pool, rows in zip((decoder.target_pool, decoder.draft_pool), fresh, strict=True):
+        if pool is None or (pool is decoder.draft_pool and not tapped):
+            continue
+        index = row_index(table, torch.arange(len(ids))[None], pool.page_size)[0]
+        held = pool.rows.flatten(1, 2)[:, index]
+        torch.testing.assert_close(held, rows, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, None])
+@pytest.mark.parametrize(("size", "chunk", "page"), [(4, 1, 3), (8, 5, 4), (16, 512, 64)])
+def test_pools_hold_fresh_rows(pattern: str | None, size: int, chunk: int, page: int) -> None:
+    """At every step: refused rows, blocks and chunk borders leave nothing behind below `len`."""
+    prompt = PROMPTS["plain"]
+    script = Script(prompt + text("plain"), size, pattern) if pattern else None
+    engine = make_engine(size, page, chunk, script, poison=True)
+    sequence = make_sequence("plain", new=16)
+    for step, _ in enumerate(engine.run(sequence)):
+        ids = (prompt + sequence.token_ids)[:-1]
+        assert engine.runner.decoder.state.len[sequence.slot] == len(ids)
+        if step < 4 or sequence.finish_reason:
+            check_pools(engine.runner.decoder, sequence.slot, ids)
+    assert sequence.token_ids == text("plain")[:16]
+
+
+def test_the_prefill_chunks_hold_fresh_rows() -> None:
+    prompt = PROMPTS["top_p"]
+    for chunk in (1, 2, 5, 22, 23):
+        engine = make_engine(8, 4, chunk, poison=True)
+        sequence = make_sequence("top_p", new=1)
+        for _ in engine.run(sequence):
+            check_pools(engine.runner.decoder, sequence.slot, prompt)
+        assert sequence.token_ids == text("top_p")[:1]
+
+
+# ---------------------------------------------------------------------- several requests
+
+
+class Row(NamedTuple):
+    """One request of a batch: what it asks for and what its proposals are made of."""
+
+    sampling: str
+    budget: int
+    stop_ids: Ids[int] = ()
+
+    @property
+    def prompt(self) -> list[int]:
+        return PROMPTS[self.sampling]
+
+    def expected(self) -> tuple[list[int], int]:
+        """New ids and FINISH, by the oracle's text."""
+        ids = text(self.sampling)[: self.budget]
+        for place, token in enumerate(ids):
+            if token in self.stop_ids:
+                return ids[: place + 1], STOP
+        return ids, BUDGET
+
+
+class Scripts:
+    """A `Script` a row of the batch; padding rows get anything."""
+
+    def __init__(self, rows: Ids[Row], size: int, pattern: str) -> None:
+        self.size = size
+        self.each = [Script(row.prompt + text(row.sampling), size, pattern) for row in rows]
+
+    def __call__(self, tokens: Tensor, length: Tensor) -> Tensor:
+        made = [script(tokens, length[i : i + 1]) for i, script in enumerate(self.each)]
+        padding = torch.full((len(length) - len(made), self.size - 1), 5)
+        return torch.cat([*made, padding])
+
+
+class Batch:
+    """Drives the step functions for several requests, on scattered slots and pages."""
+
+    def __init__(
+        self, rows: Ids[Row], size: int, page: int, pattern: str | None, padding: int = 2
+    ) -> None:
+        self.rows, self.size = rows, size
+        pages = -(-(LIMIT + size) // page) * len(rows) + 9
+        config = EngineConfig(
+            max_model_len=LIMIT, block_size=size, page_size=page, num_pages=pages, max_seqs=len(rows) + 2
+        )
+        proposer = Scripts(rows, size, pattern) if pattern else None
+        self.decoder = Decoder(target(), draft(), config, proposer)
+        fill(self.decoder)
+        self.slots = random.Random(4).sample(range(config.max_seqs), len(rows))
+        self.padding = [config.max_seqs] * padding
+        free = random.Random(5).sample(range(1, pages), pages - 1)
+        for number, (slot, row) in enumerate(zip(self.slots, rows, strict=True)):
+            params = SamplingParams(**SAMPLINGS[row.sampling])
+            state = self.decoder.state
+            state.admit(
+                slot,
+                row.prompt,
+                params,
+                budget=row.budget,
+                seed=params.seed or 0,
+                stop_ids=row.stop_ids,
+                epoch=100 + number,
+                draft_limit=LIMIT,
+            )
+            count = -(-(len(row.prompt) + row.budget + size) // page)
+            state.set_pages(slot, 0, [free.pop() for _ in range(count)])
+        self.records: list[list[list[int]]] = [[] for _ in rows]
+
+    def facts(self, width: int, speculate: bool = True) -> Facts:
+        greedy = all(row.sampling == "greedy" for row in self.rows)
+        bound = int(self.decoder.state.len[self.slots].max()) + self.size
+        return Facts(width, "greedy" if greedy else "sampled", speculate, bound)
+
+    def prefill(self, chunk: int, together: bool = True, speculate: bool = True) -> None:
+        """All prompts in chunks: one step takes a chunk of each, or of one alone."""
+        spans = [
+            (start, number, Span(slot, start, min(start + chunk, size), start + chunk >= size))
+            for number, (slot, row) in enumerate(zip(self.slots, self.rows, strict=True))
+            for size in [len(row.prompt)]
+            for start in range(0, size, chunk)
+        ]
+        steps: dict[Any, list[tuple[int, Span]]] = {}
+        for start, number, span in sorted(spans):
+            steps.setdefault(start if together else (number, start), []).append((number, span))
+        for step in steps.values():
+            ending = [number for number, span in step if span.last]
+            finals = torch.tensor([self.slots[number] for number in ending], dtype=torch.int64)
+            facts = self.facts(1, speculate)
+            record = prefill_step(self.decoder, [span for _, span in step], finals, facts)
+            assert (record is None) == (not ending)
+            for number, line in zip(ending, [] if record is None else record.tolist(), strict=True):
+                self.records[number].append(line)
+
+    def cycle(self, width: int, speculate: bool = True) -> None:
+        """One cycle of all rows, finished ones and padding included."""
+        slots = torch.tensor([*self.slots, *self.padding])
+        facts = self.facts(width, speculate)
+        proposals = draft_step(self.decoder, slots, facts) if width > 1 else None
+        verified = verify_step(self.decoder, slots, proposals, facts)
+        lines = commit_step(self.decoder, slots, verified).tolist()
+        for records, line in zip(self.records, lines, strict=False):
+            records.append(line)
+        for line in lines[len(self.rows) :]:
+            assert line[:EPOCH] == [0] * EPOCH, "a padding row emitted or moved"
+
+    def ids(self, number: int) -> list[int]:
+        return [
+            token
+            for line in self.records[number]
+            for token in line[RECORD : RECORD + line[EMITTED]]
+        ]
+
+    def running(self) -> bool:
+        return any(records[-1][FINISH] == RUNNING for records in self.records if records[-1][EMITTED])
+
+    def check(self) -> None:
+        """Ids, reasons, lengths, epochs and states of all rows, by the oracle."""
+        for number, (slot, row) in enumerate(zip(self.slots, self.rows, strict=True)):
+            ids, reason = row.expected()
+            lines = [line for line in self.records[number] if line[EMITTED]]
+            assert self.ids(number) == ids
+            assert [line[FINISH] for line in lines] == [RUNNING] * (len(lines) - 1) + [reason]
+            assert {line[EPOCH] for line in self.records[number]} == {100 + number}
+            end, state = len(row.prompt) + len(ids) - 1, self.decoder.state
+            assert self.records[number][-1][LENGTH] == state.len[slot] == end
+            assert state.state[slot] == FINISHED
+            assert state.tokens[slot, : end + 1].tolist() == row.prompt + ids
+            assert state.anchor[slot] == ids[-1]
+            # a finished row goes on in the batch: nothing of it may move
+            for line in self.records[number][len(lines) :]:
+                assert line[:LENGTH] == [0] * LENGTH
+
+
+def changed(before: Tensor, pool: KVPool) -> set[int]:
+    """Places (page * P + offset) whose rows differ from `before`."""
+    same = (before == pool.rows) | (before.isnan() & pool.rows.isnan())
+    return set((~same.flatten(3).all(-1)).any(0).flatten().nonzero()[:, 0].tolist())
+
+
+def places(batch: Batch, width: int) -> set[int]:
+    """Where the active rows of a batch may write: width positions from `len` on, and page 0."""
+    state, page = batch.decoder.state, batch.decoder.target_pool.page_size
+    allowed = set(range(page))
+    for slot in batch.slots:
+        if state.state[slot] == ACTIVE:
+            positions = state.len[slot] + torch.arange(width)
+            allowed |= set(row_index(state.page_table[slot][None], positions[None], page)[0].tolist())
+    return allowed
+
+
+ROWS = (
+    Row("greedy", 9),
+    Row("plain", NEW),
+    Row("top_k", NEW - 3, (-1,)),  # a stop id that no token has
+)
+
+
+def rows_with_stop() -> list[Row]:
+    """One row stops after a few tokens, one at its first, one never; budgets and prompts differ."""
+    return [*ROWS, Row("top_p", NEW, (text("top_p")[5],)), Row("all", NEW, (text("all")[0], 4000))]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size", "page", "chunk"),
+    [
+        ("right", 8, 4, 512),
+        ("wrong", 4, 1, 3),
+        ("third wrong", 16, 64, 5),
+        ("alternating", 8, 3, 1),
+        ("random", 2, 4, 7),
+        (None, 8, 5, 4),
+    ],
+)
+def test_rows_of_a_batch(pattern: str | None, size: int, page: int, chunk: int) -> None:
+    """Each row is what it is alone, and writes only where it may."""
+    batch = Batch(rows_with_stop(), size, page, pattern)
+    decoder = batch.decoder
+    assert decoder.draft_pool is not None
+    batch.prefill(chunk)
+    for _ in range(NEW):
+        pools = (decoder.target_pool, decoder.draft_pool)
+        before, allowed = [pool.rows.clone() for pool in pools], places(batch, size)
+        batch.cycle(size)
+        for old, pool in zip(before, pools, strict=True):
+            assert changed(old, pool) <= allowed
+        if not batch.running():
+            break
+    batch.cycle(size)  # all rows finished
+    batch.check()
+    for number, row in enumerate(batch.rows):
+        ids = batch.ids(number)
+        check_pools(decoder, batch.slots[number], (row.prompt + ids)[:-1])
+        lines = [line for line in batch.records[number][1:] if line[EMITTED]]
+        if pattern is not None:
+            counts = [(line[EMITTED], line[ACCEPTED]) for line in lines]
+            cycles = simulate(len(row.prompt), len(ids) - 1, size, pattern)
+            assert counts == [(emitted, accepted) for emitted, accepted, _ in cycles]
+        for line in lines:
+            assert line[RAW_ACCEPTED] >= line[ACCEPTED]
+            assert line[EMITTED] in (line[ACCEPTED], line[ACCEPTED] + 1)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_rows_of_width_one(speculate: bool) -> None:
+    """Nothing drafted: taps and injection still fill the draft pool, unless switched off."""
+    batch = Batch(ROWS, 8, 4, None)
+    assert batch.decoder.draft_pool is not None
+    batch.prefill(5, speculate=speculate)
+    while batch.running():
+        batch.cycle(1, speculate)
+    batch.check()
+    for number, row in enumerate(batch.rows):
+        ids = (row.prompt + batch.ids(number))[:-1]
+        check_pools(batch.decoder, batch.slots[number], ids, tapped=speculate)
+    assert speculate or batch.decoder.draft_pool.rows.isnan().all()
+
+
+def test_widths_may_alternate() -> None:
+    """The host may verify a block in one step and a single token in the next."""
+    batch = Batch(ROWS, 8, 4, "alternating")
+    batch.prefill(512)
+    for width in [8, 1, 1, 4, 8, 3] * NEW:
+        if not batch.running():
+            break
+        batch.cycle(width)
+    batch.check()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 512])
+@pytest.mark.parametrize("together", [True, False])
+def test_ragged_prefill(chunk: int, together: bool) -> None:
+    """Chunks of several prompts in one step leave what separate steps leave."""
+    batch = Batch(rows_with_stop(), 8, 4, None)
+    before = batch.decoder.target_pool.rows.clone()
+    batch.prefill(chunk, together)
+    owned = {0}
+    for number, (slot, row) in enumerate(zip(batch.slots, batch.rows, strict=True)):
+        assert batch.ids(number) == text(row.sampling)[:1]
+        check_pools(batch.decoder, slot, row.prompt)
+        positions = torch.arange(len(row.prompt))[None]
+        owned |= set(row_index(batch.decoder.state.page_table[slot][None], positions, 4)[0].tolist())
+    assert changed(before, batch.decoder.target_pool) <= owned
+
+
+@pytest.mark.parametrize("pattern", ["right", "alternating", "wrong"])
+def test_budgets_and_stops_in_one_batch(pattern: str) -> None:
+    """Every budget in 1 .. 3S with every stop place in 0 .. 3S: the earliest terminator wins."""
+    size, ids = 4, text("greedy")
+    assert len(set(ids[: 3 * size + 1])) == 3 * size + 1, "a stop place is not a first occurrence"
+    rows = [
+        Row("greedy", budget, (ids[stop],))
+        for budget in range(1, 3 * size + 1)
+        for stop in range(3 * size + 1)
+    ]
+    batch = Batch(rows, size, 8, pattern)
+    batch.prefill(512)
+    while batch.running():
+        batch.cycle(size)
+    batch.check()
+    stopped = [records[-1] for records in batch.records]
+    assert len(stopped) == 3 * size * (3 * size + 1)
