@@ -74,13 +74,13 @@ class Decoder:
         self.target, self.draft, self.proposer = target, draft, proposer
         like, size = target.embed_tokens.detach(), config.block_size
         places = config.pages_per_seq * config.page_size
-        target.prepare(places)
+        target.prepare(config.max_model_len + size)
         pages = (config.total_pages, config.page_size)
         self.target_pool = KVPool(target.config, *pages, like)
         self.draft_pool: KVPool | None = None
         self.taps: Sequence[int] = ()
         if draft is not None:
-            draft.prepare(places)
+            draft.prepare(config.max_model_len + size)
             self.draft_pool = KVPool(draft.config, *pages, like)
             self.taps = draft.config.target_layer_ids
             self.masks = torch.full((size - 1,), draft.config.mask_token_id, device=like.device)
@@ -108,10 +108,10 @@ class Verified(NamedTuple):
     features: Tensor | None  # [B, W, F*C]
 
 
-def _rows(decoder: Decoder, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Page table rows and activity of the slots. Inactive rows get the dummy page."""
-    active = decoder.state.state[slots] == ACTIVE
-    return decoder.state.page_table[slots] * active[:, None], active
+def _table(state: DeviceState, slots: Tensor) -> Tensor:
+    """Page table rows of the slots; rows that are not active get the dummy page."""
+    active = state.state[slots] == ACTIVE
+    return state.page_table[slots] * active[:, None]
 
 
 @torch.inference_mode()
@@ -170,8 +170,7 @@ def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
     start = state.len[slots]
     proposals = None
     if decoder.draft is not None and decoder.draft_pool is not None:
-        table, _ = _rows(decoder, slots)
-        offsets = decoder.positions[:size]
+        table, offsets = _table(state, slots), decoder.positions[:size]
         block = torch.cat([state.anchor[slots][:, None], decoder.masks.expand(len(slots), -1)], 1)
         memory = paged_memory(
             decoder.draft_pool, table, start, offsets, decoder.positions, facts.kv_bound
@@ -185,6 +184,10 @@ def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
             proposals = propose(logits, state, slots, positions[:, 1:], decoder.vocabulary)
     if decoder.proposer is not None:
         proposals = decoder.proposer(state.tokens[slots], start)
+        if proposals.shape != (len(slots), size - 1):
+            wanted = (len(slots), size - 1)
+            raise ValueError(f"the proposer gave {tuple(proposals.shape)} ids, wanted {wanted}")
+        proposals = proposals.clamp(0, len(decoder.vocabulary) - 1)
     assert proposals is not None, "a draft step needs a drafter or a proposer"
     return proposals
 
@@ -200,7 +203,7 @@ def verify_step(
         proposals: [B, S-1]; the first W-1 are verified. None when W is 1.
     """
     state, width = decoder.state, facts.width
-    table, _ = _rows(decoder, slots)
+    table = _table(state, slots)
     start, offsets = state.len[slots], decoder.positions[:width]
     block = state.anchor[slots][:, None]
     if proposals is not None:
@@ -230,7 +233,7 @@ def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Tensor:
     """
     if verified.features is not None and decoder.draft is not None:
         assert decoder.draft_pool is not None
-        table, _ = _rows(decoder, slots)
+        table = _table(decoder.state, slots)
         index = row_index(table, verified.positions, decoder.draft_pool.page_size)
         writer = RowWriter(decoder.draft_pool.rows, index)
         decoder.draft.inject(verified.features, verified.positions, writer)
@@ -248,7 +251,7 @@ def _choose(
 def _commit(decoder: Decoder, slots: Tensor, tokens: Tensor, num_accepted: Tensor) -> Tensor:
     """Cut the run tokens[:, 0 .. num_accepted] and write the state of the slots."""
     state = decoder.state
-    _, active = _rows(decoder, slots)
+    active = state.state[slots] == ACTIVE
     offsets = decoder.positions[: tokens.shape[1]]
     budget = state.budget[slots] * active
     emitted, stopped = ops.cut_run(tokens, num_accepted, budget, state.stop_ids[slots], offsets)

@@ -41,6 +41,8 @@ class Engine:
     def run(self, sequence: Sequence) -> Iterator[Chunk]:
         """Decode one sequence, a chunk a step. Slot and pages go back however it ends."""
         state = self.runner.decoder.state
+        if not self._free_slots:
+            raise RuntimeError(f"{self.config.max_seqs} streams are open: finish or close one")
         sequence.slot = self._free_slots.pop()
         try:
             self._epoch += 1

@@ -149,7 +149,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.length = length
         wide = torch.promote_types(like.dtype, torch.float32)
-        inv_freq, scale = inverse_frequencies(config, length)
+        inv_freq, scale = inverse_frequencies(config)
         positions = torch.arange(length, dtype=wide)
         angles = torch.outer(positions, inv_freq.to(wide)).repeat(1, 2)[:, None]
         sin = angles.sin() * scale
@@ -162,12 +162,11 @@ class Rotary(nn.Module):
         return self.cos[positions], self.sin[positions]
 
 
-def inverse_frequencies(config: TransformerConfig, length: int) -> tuple[Tensor, float]:
-    """Frequencies [D/2] fp64 and the factor on cos and sin, for sequences up to `length`.
+def inverse_frequencies(config: TransformerConfig) -> tuple[Tensor, float]:
+    """Frequencies [D/2] fp64 and the factor on cos and sin.
 
+    "dynamic" is the default below its original length, the only part that is supported.
     Source: config keys `rope_parameters` / `rope_scaling`; YaRN (arXiv 2309.00071, 3.2-3.4).
-    Raises:
-        ValueError: dynamic scaling would set in below `length`.
     """
     rope, dim = config.rope, config.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
@@ -176,13 +175,6 @@ def inverse_frequencies(config: TransformerConfig, length: int) -> tuple[Tensor,
     original = given.get("original_max_position_embeddings") or config.max_position_embeddings
     if rope.rope_type == "linear":
         return inv_freq / given["factor"], 1.0
-    if rope.rope_type == "dynamic":
-        if length > original:
-            raise ValueError(
-                f"dynamic RoPE is supported up to its original length {original}; "
-                f"lower max_model_len so that it and one block fit (got {length} positions)"
-            )
-        return inv_freq, 1.0
     if rope.rope_type == "llama3":
         low, high = given["low_freq_factor"], given["high_freq_factor"]
         turns = original * inv_freq / (2 * math.pi)  # rotations over the original context

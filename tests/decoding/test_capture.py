@@ -213,17 +213,15 @@ FINE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_mode_raises(name: str, inference: bool) -> None:
-    with torch.inference_mode(inference), pytest.raises(NotCapturable):
+def test_the_mode_raises(name: str) -> None:
+    with torch.inference_mode(), pytest.raises(NotCapturable):
         watched(BUFFERS, {"rows"}, FORBIDDEN[name])
 
 
-@pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", FINE)
-def test_the_mode_lets_pass(name: str, inference: bool) -> None:
-    with torch.inference_mode(inference):
+def test_the_mode_lets_pass(name: str) -> None:
+    with torch.inference_mode():
         _, trace = watched(BUFFERS, {"rows"}, FINE[name])
     assert trace
 
@@ -242,11 +240,17 @@ def copying(tokens: Tensor, length: Tensor) -> Tensor:
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     with_draft = request.param == "drafter"
     config = EngineConfig(max_model_len=LIMIT, block_size=SIZE, page_size=PAGE, max_seqs=4)
-    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-    draft = make_draft(torch.float32, **windows) if with_draft else None
-    return Decoder(
-        make_target(torch.float32), draft, config, proposer=None if with_draft else copying
+    target = make_target(torch.float32, num_hidden_layers=2)
+    if not with_draft:
+        return Decoder(target, None, config, copying)
+    draft = make_draft(
+        torch.float32,
+        num_target_layers=2,
+        dflash_config={"mask_token_id": 319, "target_layer_ids": [1, 0]},
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=6,
     )
+    return Decoder(target, draft, config)
 
 
 def admit(decoder: Decoder, sampler: Sampler) -> None:
@@ -315,11 +319,11 @@ def test_a_cycle_can_be_captured(
     facts = Facts(width, sampler, speculate, 64)
     slots = torch.tensor([*range(batch), decoder.state.len.shape[0] - 1])  # and a padding row
     for _ in range(2):  # as a capture is warmed
-        one_cycle(decoder, slots, facts)
+        proposals = draft_step(decoder, slots, facts) if width > 1 else None
+        commit_step(decoder, slots, verify_step(decoder, slots, proposals, facts))
     before = {k: (v.data_ptr(), v.shape, v.stride()) for k, v in registered(decoder).items()}
     lengths = decoder.state.len[slots].tolist()
-    for _ in range(2):
-        record, _, _ = one_cycle(decoder, slots, facts)
+    record, _, _ = one_cycle(decoder, slots, facts)
     after = {k: (v.data_ptr(), v.shape, v.stride()) for k, v in registered(decoder).items()}
     assert after == before
     assert record[:batch, EMITTED].gt(0).all(), "the step did nothing"
@@ -364,22 +368,19 @@ def test_operators_do_not_depend_on_the_outcome(decoder: Decoder, sampler: Sampl
         accepted.append(record[:, ACCEPTED].tolist())
     assert accepted == [[SIZE - 1] * 3, [0] * 3, [SIZE - 1, 0, SIZE - 1]]
 
-    decoder.state.budget[0] = 3  # this row finishes in the middle of its block
-    decoder.state.len[1] -= 1
-    admit_lengths = decoder.state.len[slots].tolist()
-    assert len(set(admit_lengths)) == 3
-    for _ in range(4):
+    decoder.state.budget[0] = 2  # this row finishes before the others
+    assert len(set(decoder.state.len[slots].tolist())) == 3
+    for _ in range(3):
         record, _, trace = one_cycle(decoder, slots, facts, right)
         traces.append(trace)
     assert record[0, [EMITTED, RAW_ACCEPTED]].tolist() == [0, 0]
     assert len(traces[0]) > 100
-    for trace in traces[1:]:
-        assert trace == traces[0]
+    assert all(trace == traces[0] for trace in traces)
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "sampled"])
 def test_the_draft_step_is_the_same_at_any_length(decoder: Decoder, sampler: Sampler) -> None:
     slots, facts = torch.tensor([0, 1, 2]), Facts(SIZE, sampler, True, 64)
     admit(decoder, sampler)
-    traces = [one_cycle(decoder, slots, facts)[2] for _ in range(4)]
+    traces = [one_cycle(decoder, slots, facts)[2] for _ in range(3)]
     assert all(trace == traces[0] for trace in traces)
