@@ -8,9 +8,10 @@ here, by name, before any weight is read.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
-MAX_STOP_IDS = 16  # columns of the per-slot stop table on the device
+# Columns of per-slot tables on the device.
+MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = 16, 64, 20
 
 
 # Every rope type the code does, and the parameters it cannot do without.
@@ -300,6 +301,14 @@ class SamplingParams:
         stop:           strings that end the text; they are not part of it.
         stop_token_ids: ids that end the request, besides the model's own.
         ignore_eos:     do not stop at the model's own end-of-sequence ids.
+        repetition_penalty: divides positive and multiplies negative logits of what prompt and
+                        output hold; 1 = off.
+        presence_penalty, frequency_penalty: subtracted for what the output holds, once or for
+                        each time; 0 = off.
+        logit_bias:     id -> number added to its logit, at most 64.
+        min_new_tokens: stop ids cannot be chosen before so many tokens.
+        logprobs:       give the log-probability of each chosen token, and of so many of the
+                        likeliest (0 to 20), from the raw logits; None = none.
     """
 
     max_new_tokens: int = 256
@@ -311,6 +320,12 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
@@ -329,6 +344,32 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, 2**31 - 1)
+        _check_number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "above 0")
+        for key in ("presence_penalty", "frequency_penalty"):
+            _check_number(key, getattr(self, key), lambda x: True, "a number")
+        check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(
+                f"logit_bias is {self.logit_bias!r}, wanted at most {MAX_BIASES} pairs id: number"
+            )
+        for token, bias in self.logit_bias.items():
+            check_int("an id of logit_bias", token, 0, 2**31 - 1)
+            _check_number("a number of logit_bias", bias, lambda x: True, "a number")
+
+    @property
+    def sampler(self) -> Literal["greedy", "sampled", "full"]:
+        """The least sampler that serves this request."""
+        plain = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        if (
+            plain != (1, 0, 0)
+            or self.logit_bias
+            or self.min_new_tokens
+            or self.logprobs is not None
+        ):
+            return "full"
+        return "sampled" if self.temperature > 0 else "greedy"
 
 
 def _check_number(key: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> None:

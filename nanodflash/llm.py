@@ -2,6 +2,8 @@
 
 import math
 import random
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,10 @@ from nanodflash.config import (
 )
 from nanodflash.decoding.cycle import Decoder, Proposer
 from nanodflash.engine import sequence as host
-from nanodflash.engine.engine import Engine
+from nanodflash.engine.engine import Engine, RequestHandle
 from nanodflash.engine.metrics import Metrics
 from nanodflash.engine.paging import PageStats
-from nanodflash.engine.sequence import Chunk
+from nanodflash.engine.sequence import Chunk, Phase, TokenLogprobs
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.tokenizer import StreamDecoder, Tokenizer
@@ -45,13 +47,15 @@ class GenerationOutput:
         text:          of `token_ids`, without special tokens and without what stopped it; empty
                        where the model brings no tokenizer.
         token_ids:     new ids; ends with the stop id where one ended it.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "abort".
+        logprobs:      per id, where the parameters asked for them.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     metrics: Metrics
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class LLM:
@@ -70,6 +74,7 @@ class LLM:
                        4096 on a CPU.
         page_size:     tokens a page.
         num_pages:     pages of each pool; None holds 8 full sequences.
+        max_seqs:      requests that run at once; more wait their turn.
         proposer:      (tokens [B, Lmax], len [B]) -> ids [B, S-1], instead of the drafter's ids;
                        tokens[b, len[b]] is the last emitted one.
         seed:          seeds the seeds of requests that bring none.
@@ -89,6 +94,7 @@ class LLM:
         max_model_len: int | None = None,
         page_size: int = 64,
         num_pages: int | None = None,
+        max_seqs: int = 8,
         proposer: Proposer | None = None,
         seed: int | None = None,
         revision: str | None = None,
@@ -110,6 +116,7 @@ class LLM:
             block_size=_block_size(block_size, draft_config, proposer),
             page_size=page_size,
             num_pages=num_pages,
+            max_seqs=max_seqs,
         )
         target = load_model(Qwen3, target_config, checkpoint, self.device, self.dtype)
         drafter = None
@@ -119,9 +126,7 @@ class LLM:
         self.eos_token_ids = checkpoint.eos_token_ids
         has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_folder(checkpoint.folder) if has_tokenizer else None
-        self.engine: Engine | None = Engine(
-            Decoder(target, drafter, self.config, proposer), self.config
-        )
+        self.engine = Engine(Decoder(target, drafter, self.config, proposer), self.config)
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def generate(
@@ -129,13 +134,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         speculate: bool = True,
+        progress: bool = False,
     ) -> list[GenerationOutput]:
-        """Decode every prompt; outputs in the order of the prompts.
+        """Decode every prompt, many at once; outputs in the order of the prompts.
 
         Args:
             prompts:   strings (raw: no chat template) or lists of token ids; one or many.
             params:    for all, or one for each.
             speculate: False decodes with the target alone, on the same engine.
+            progress:  show a line on stderr while it runs.
         """
         one = isinstance(prompts, str) or all(isinstance(p, int) for p in prompts)
         many: list[Any] = [prompts] if one and prompts else list(prompts)
@@ -144,13 +151,26 @@ class LLM:
         if len(params) != len(many):
             raise ValueError(f"got {len(params)} params for {len(many)} prompts, wanted one each")
         sequences = [self._sequence(p, q, speculate) for p, q in zip(many, params, strict=True)]
-        return [self._finish(sequence) for sequence in sequences]
+        handles = [self.engine.submit(sequence) for sequence in sequences]
+        try:
+            if progress:
+                show_progress(sequences, handles)
+            return [_output(handle.result()) for handle in handles]
+        finally:  # interrupted, or one of them failed
+            for handle in handles:
+                handle.abort()
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
+    ) -> RequestHandle:
+        """Start decoding a prompt and return at once, from any thread."""
+        return self.engine.submit(self._sequence(prompt, params or SamplingParams(), speculate))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> Iterator[Chunk]:
         """Decode one prompt, a chunk a step; the last one carries reason and metrics."""
-        return self._run(self._sequence(prompt, params or SamplingParams(), speculate))
+        return _stream(self.submit(prompt, params, speculate))
 
     def chat(
         self,
@@ -161,7 +181,7 @@ class LLM:
     ) -> GenerationOutput:
         """Answer a conversation, laid out by the model's own chat template."""
         prompt = self.render(messages, enable_thinking)
-        return self._finish(self._sequence(prompt, params or SamplingParams(), speculate))
+        return self.generate([prompt], params, speculate)[0]
 
     def render(self, messages: list[dict[str, Any]], enable_thinking: bool = False) -> str:
         """The prompt of a conversation: what `chat` decodes, for `stream`."""
@@ -171,11 +191,11 @@ class LLM:
 
     def page_stats(self) -> PageStats:
         """Pages by use: free, cached, live, total."""
-        return self._open_engine().pages.stats()
+        return self.engine.page_stats()
 
     def close(self) -> None:
-        """Let go of models and pools. Closing twice is fine; using a closed one raises."""
-        self.engine = None
+        """End all requests and the engine's thread. Closing twice is fine."""
+        self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -187,22 +207,6 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _open_engine(self) -> Engine:
-        if self.engine is None:
-            raise RuntimeError("this LLM is closed")
-        return self.engine
-
-    def _run(self, sequence: host.Sequence) -> Iterator[Chunk]:
-        return self._open_engine().run(sequence)
-
-    def _finish(self, sequence: host.Sequence) -> GenerationOutput:
-        for _ in self._run(sequence):
-            continue
-        assert sequence.finish_reason is not None
-        return GenerationOutput(
-            sequence.text, sequence.token_ids, sequence.finish_reason, sequence.metrics
-        )
 
     def _sequence(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
         """Check a request, before anything is run for it."""
@@ -216,11 +220,11 @@ class LLM:
         budget = min(params.max_new_tokens, room)
         places = len(ids) + budget + self.config.block_size
         wanted = math.ceil(places / self.config.page_size)
-        pages = self._open_engine().pages.stats()
-        if wanted > pages.total:
+        total = self.config.total_pages - 1
+        if wanted > total:
             raise ValueError(
                 f"the request needs {wanted} pages (prompt {len(ids)}, new tokens {budget}), the "
-                f"pool has {pages.total}: raise num_pages or lower max_new_tokens"
+                f"pool has {total}: raise num_pages or lower max_new_tokens"
             )
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = sorted({*eos, *params.stop_token_ids})
@@ -228,8 +232,8 @@ class LLM:
             raise ValueError(f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model brings none")
-        engine = self._open_engine()
-        can_speculate = engine.runner.decoder.draft is not None or self.config.block_size > 1
+        for token in (*params.stop_token_ids, *params.logit_bias):
+            check_int("an id of the parameters", token, 0, self.vocab_size - 1)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         return host.Sequence(
             prompt=ids,
@@ -237,7 +241,7 @@ class LLM:
             budget=budget,
             seed=seed - 2**64 if seed >= 2**63 else seed,  # the device keeps it as int64
             stop_ids=stop_ids,
-            speculate=speculate and can_speculate,
+            speculate=speculate and self.config.block_size > 1,
             decoder=StreamDecoder(self.tokenizer, tuple(params.stop)) if self.tokenizer else None,
         )
 
@@ -252,6 +256,43 @@ class LLM:
         for token in ids:
             check_int("a token id of the prompt", token, 0, self.vocab_size - 1)
         return ids
+
+
+def _output(sequence: host.Sequence) -> GenerationOutput:
+    assert sequence.finish_reason is not None
+    logprobs = sequence.logprobs if sequence.params.logprobs is not None else None
+    return GenerationOutput(
+        sequence.text, sequence.token_ids, sequence.finish_reason, sequence.metrics, logprobs
+    )
+
+
+def _stream(handle: RequestHandle) -> Iterator[Chunk]:
+    """Chunks of a request; a reader that goes away ends it."""
+    try:
+        yield from handle
+    finally:
+        handle.abort()
+
+
+def show_progress(
+    sequences: list[host.Sequence], handles: list[RequestHandle], every: float = 0.5
+) -> None:
+    """Watch requests until all have ended: a line on stderr, rewritten in place."""
+    began = time.perf_counter()
+    while True:
+        ended = sum(handle.done for handle in handles)
+        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in sequences)
+        tokens = sum(len(s.token_ids) for s in sequences)
+        metrics = sum((s.metrics for s in sequences), Metrics())
+        rate = tokens / (time.perf_counter() - began)
+        waiting = len(sequences) - ended - running
+        line = f"{ended}/{len(sequences)} done, {running} running, {waiting} waiting, "
+        line += f"{rate:,.0f} tokens/s, tau {metrics.tau:.2f}"
+        last = ended == len(sequences)
+        print(f"\r{line:78s}", end="\n" if last else "", file=sys.stderr, flush=True)
+        if last:
+            return
+        time.sleep(every)
 
 
 def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:

@@ -125,6 +125,62 @@ def keyed_gumbel(seed: Tensor, positions: Tensor, tokens: Tensor, like: Tensor) 
     return torch.log1p(-u).neg_().log_().neg_()
 
 
+def block_counts(counts: Tensor, block: Tensor) -> Tensor:
+    """How often the output holds each id when row i of a block chooses, [B, S, V] int32.
+
+    Args:
+        counts: [B, V] int32, of all that is emitted, the anchor included.
+        block:  [B, S] int64, anchor and proposals; row i comes after block[1 .. i].
+    """
+    steps = counts.new_zeros(*block.shape, counts.shape[1])
+    steps[:, 1:].scatter_(-1, block[:, 1:, None], 1)
+    return counts[:, None] + steps.cumsum(1, dtype=counts.dtype)
+
+
+def penalise(
+    logits: Tensor,
+    counts: Tensor,
+    seen: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Repetition penalty on what prompt or output hold, the other two on the output.
+
+    Args:
+        logits, counts: [B, S, V].  seen: [B, S, V] bool.
+        repetition:     [B], 1 = off.  presence, frequency: [B], 0 = off.
+    """
+    factor = repetition[:, None, None]
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(seen, repeated, logits)
+    logits = logits - frequency[:, None, None] * counts
+    return logits - presence[:, None, None] * (counts > 0)
+
+
+def mask_ids(logits: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """-inf for some ids of some rows.
+
+    Args:
+        logits: [B, S, V].  ids: [B, K] int64, padded with -1.  rows: [B, S] bool.
+    """
+    # A place for every id and one, the last, that takes the padding.
+    hit = torch.zeros(len(ids), logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
+    hit.scatter_(1, ids % (logits.shape[-1] + 1), ids >= 0)
+    return logits.masked_fill(hit[:, None, :-1] & rows[..., None], float("-inf"))
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-softmax of raw logits [B, S, V]: of `tokens` [B, S], and the `count` likeliest.
+
+    Returns:
+        [B, S], values [B, S, count], ids [B, S, count].
+    """
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[..., None])[..., 0]
+    return chosen, *logprobs.topk(count, -1)
+
+
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """-inf for the tokens that a row's filters leave out; ties at a threshold stay in.
 

@@ -34,7 +34,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
         tau with its histogram, milliseconds of a cycle by step, whether the tokens are identical.
     """
     params = SamplingParams(max_new_tokens=max_new)
-    runner = llm._open_engine().runner
+    runner = llm.engine.runner
     for speculate in (True, False):
         llm.generate(prompts[:WARM_UP], params, speculate)
     samples: dict[str, list[dict[str, float]]] = {"speculative": [], "plain": []}

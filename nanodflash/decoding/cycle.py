@@ -12,14 +12,13 @@ Source: dflash.md 2; design: state on the device, nothing rolled back, one accep
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanodflash import ops
-from nanodflash.config import EngineConfig
+from nanodflash.config import MAX_LOGPROBS, EngineConfig
 from nanodflash.decoding.kv_cache import (
     KVPool,
     RaggedMemory,
@@ -27,33 +26,13 @@ from nanodflash.decoding.kv_cache import (
     paged_memory,
     row_index,
 )
-from nanodflash.decoding.sampling import Sampler, choose, propose
+from nanodflash.decoding.plan import BUDGET, STOP, Facts, Span
+from nanodflash.decoding.sampling import Logprobs, choose, propose, shape_logits
 from nanodflash.decoding.state import ACTIVE, FINISHED, DeviceState
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 
 Proposer = Callable[[Tensor, Tensor], Tensor]
-
-# Columns of a result record; the W ids of the row follow.
-EMITTED, ACCEPTED, RAW_ACCEPTED, FINISH, LENGTH, EPOCH, RECORD = range(7)
-RUNNING, STOP, BUDGET = range(3)  # values of FINISH
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the host knows of a step and what is baked into it: the key of a captured graph.
-
-    Attributes:
-        width:     W, rows the target verifies a request: S, or 1 when nothing is drafted.
-        sampler:   "greedy" when every row is at temperature 0.
-        speculate: draft, tap and inject; otherwise the target alone, which leaves no draft rows.
-        kv_bound:  upper bound of len + S over the rows, for the reference ops.
-    """
-
-    width: int
-    sampler: Sampler
-    speculate: bool
-    kv_bound: int
 
 
 class Decoder:
@@ -90,15 +69,6 @@ class Decoder:
         self.block_size = size
 
 
-class Span(NamedTuple):
-    """A chunk of a prompt: its tokens `start:stop`; `last` when the prompt ends with it."""
-
-    slot: int
-    start: int
-    stop: int
-    last: bool
-
-
 class Verified(NamedTuple):
     """What the target said of a block. `num_accepted` is not cut yet."""
 
@@ -106,6 +76,14 @@ class Verified(NamedTuple):
     tokens: Tensor  # [B, W], the target's choice after every row
     num_accepted: Tensor  # [B]
     features: Tensor | None  # [B, W, F*C]
+    logprobs: Logprobs | None
+
+
+class Result(NamedTuple):
+    """What a step hands to the host."""
+
+    record: Tensor  # [B, RECORD + W] int64: columns of `plan`, then the target's tokens
+    logprobs: Logprobs | None  # of the same tokens; only the "full" sampler computes them
 
 
 def _table(state: DeviceState, slots: Tensor) -> Tensor:
@@ -116,16 +94,17 @@ def _table(state: DeviceState, slots: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def prefill_step(
-    decoder: Decoder, spans: Sequence[Span], finals: Tensor, facts: Facts
-) -> Tensor | None:
+    decoder: Decoder, spans: Sequence[Span], ready: Tensor, finals: Tensor, facts: Facts
+) -> Result | None:
     """Run prompt chunks of several requests, flattened; emit the first token of those that end.
 
     Args:
         spans:  the chunks; what lies before a chunk is in the cache already.
-        finals: [R] int64, slots of the spans that are `last`, in order.
-        facts:  width 1; `kv_bound` is not used, a span knows its end.
+        ready:  [R] int64, slots of the spans that are `last`, in order: their rows come alive.
+        finals: [R'] int64, those of them that are not `resumed`: they choose a first token.
+        facts:  of the step; width and `kv_bound` are not used, a span knows its end.
     Returns:
-        The record [R, RECORD + 1] of the requests whose prompt ended, or None.
+        The result of `finals`, W = 1, or None.
     """
     state, positions = decoder.state, decoder.positions
     ids = torch.cat([state.tokens[s.slot, s.start : s.stop] for s in spans])
@@ -143,20 +122,21 @@ def prefill_step(
         )
         ragged.append((done, done + count, memory))
         done += count
-        if span.last:
+        if span.last and not span.resumed:
             ends.append(done - 1)
     taps = decoder.taps if facts.speculate else ()
     hidden, features = decoder.target(ids, where, RaggedMemory(ragged), taps)
     if features is not None and decoder.draft is not None and decoder.draft_pool is not None:
         index = torch.cat([memory.index[0] for _, _, memory in ragged])
         decoder.draft.inject(features, where, RowWriter(decoder.draft_pool.rows, index))
+    state.state.index_fill_(0, ready, ACTIVE)
     if not ends:
         return None
-    state.state.index_fill_(0, finals, ACTIVE)
     last = torch.cat([hidden[end : end + 1] for end in ends])[:, None]
     after = state.len[finals][:, None] + 1
-    tokens = _choose(decoder, decoder.target.logits(last), finals, after, facts)
-    return _commit(decoder, finals, tokens, torch.zeros_like(finals))
+    block = state.anchor[finals][:, None]
+    tokens, logprobs = _choose(decoder, last, finals, after, block, facts)
+    return Result(_commit(decoder, finals, tokens, torch.zeros_like(finals)), logprobs)
 
 
 @torch.inference_mode()
@@ -214,22 +194,21 @@ def verify_step(
     positions = start[:, None] + offsets
     taps = decoder.taps if facts.speculate else ()
     hidden, features = decoder.target(block, positions, memory, taps)
-    tokens = _choose(decoder, decoder.target.logits(hidden), slots, positions + 1, facts)
+    tokens, logprobs = _choose(decoder, hidden, slots, positions + 1, block, facts)
     counted = state.draft_limit[slots] - start - 1
     accepted = ops.count_accepted(block[:, 1:], tokens, counted)
-    return Verified(positions, tokens, accepted, features)
+    return Verified(positions, tokens, accepted, features, logprobs)
 
 
 @torch.inference_mode()
-def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Tensor:
+def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Result:
     """Make the accepted run real: inject its features, cut it, move len, anchor, budget, state.
 
     All W rows are injected: those past the cut are garbage behind `len` that the next draft
     step's block overwrites before anything sees it.
 
     Returns:
-        The record [B, RECORD + W] int64: columns above, then the target's tokens, of which the
-        first `EMITTED` count.
+        The result; of a row's W tokens the first `EMITTED` count.
     """
     if verified.features is not None and decoder.draft is not None:
         assert decoder.draft_pool is not None
@@ -237,15 +216,22 @@ def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Tensor:
         index = row_index(table, verified.positions, decoder.draft_pool.page_size)
         writer = RowWriter(decoder.draft_pool.rows, index)
         decoder.draft.inject(verified.features, verified.positions, writer)
-    return _commit(decoder, slots, verified.tokens, verified.num_accepted)
+    record = _commit(decoder, slots, verified.tokens, verified.num_accepted)
+    return Result(record, verified.logprobs)
 
 
 def _choose(
-    decoder: Decoder, logits: Tensor, slots: Tensor, positions: Tensor, facts: Facts
-) -> Tensor:
+    decoder: Decoder, hidden: Tensor, slots: Tensor, positions: Tensor, block: Tensor, facts: Facts
+) -> tuple[Tensor, Logprobs | None]:
+    """The target's token after every row [B, W], and its logprobs with the "full" sampler."""
+    logits, state = decoder.target.logits(hidden), decoder.state
     if facts.sampler == "greedy":
-        return logits.argmax(-1)
-    return choose(logits, decoder.state, slots, positions, decoder.vocabulary)
+        return logits.argmax(-1), None
+    if facts.sampler == "sampled":
+        return choose(logits, state, slots, positions, decoder.vocabulary), None
+    shaped = shape_logits(logits, state, slots, positions, block)
+    tokens = choose(shaped, state, slots, positions, decoder.vocabulary)
+    return tokens, ops.top_logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[-1]))
 
 
 def _commit(decoder: Decoder, slots: Tensor, tokens: Tensor, num_accepted: Tensor) -> Tensor:
@@ -266,6 +252,10 @@ def _commit(decoder: Decoder, slots: Tensor, tokens: Tensor, num_accepted: Tenso
     )
     # Ids behind the cut are garbage behind `len`, like their K/V.
     state.tokens.index_put_((slots[:, None], start[:, None] + 1 + offsets), tokens)
+    if state.counts is not None:
+        kept = (offsets < emitted[:, None]).to(state.counts.dtype)
+        place = slots[:, None] * state.counts.shape[1] + tokens
+        state.counts.view(-1).scatter_add_(0, place.flatten(), kept.flatten())
     state.len.index_copy_(0, slots, end)
     state.anchor.index_copy_(0, slots, anchor)
     state.budget.index_copy_(0, slots, left)

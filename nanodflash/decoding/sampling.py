@@ -5,15 +5,14 @@ the law of the output is the target's for any drafter, and a token is a function
 prefix and of the noise at its own position alone (design: one acceptance rule).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from nanodflash import ops
 from nanodflash.decoding.state import DeviceState
 
-Sampler = Literal["greedy", "sampled"]
+# Of the chosen token [B, S], and the likeliest: values and ids [B, S, 20].
+Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
 def choose(
@@ -40,6 +39,39 @@ def choose(
     )
     noise = ops.keyed_gumbel(state.seed[slots], positions, vocabulary, logits)
     return (filtered + noise * warm[:, None, None]).argmax(-1)
+
+
+def shape_logits(
+    logits: Tensor, state: DeviceState, slots: Tensor, positions: Tensor, block: Tensor
+) -> Tensor:
+    """Penalties, then bias, then the mask of stop ids below `min_new`: before the temperature.
+
+    Row i of a block sees the history as it is if the proposals before it are accepted; where they
+    are not, the row counts for nothing.
+
+    Args:
+        logits:    [B, S, V].  positions: [B, S], of the tokens that are chosen.
+        block:     [B, S], the tokens of the rows: anchor and proposals.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    assert state.counts is not None
+    assert state.in_prompt is not None
+    counts = ops.block_counts(state.counts[slots], block)
+    seen = state.in_prompt[slots][:, None] | (counts > 0)
+    logits = ops.penalise(
+        logits,
+        counts,
+        seen,
+        state.repetition[slots].to(logits.dtype),
+        state.presence[slots].to(logits.dtype),
+        state.frequency[slots].to(logits.dtype),
+    )
+    every = logits.shape[1]
+    bias_ids = state.bias_ids[slots][:, None].expand(-1, every, -1)
+    bias = state.bias[slots].to(logits.dtype)[:, None].expand(-1, every, -1)
+    logits = logits.scatter_add(-1, bias_ids, bias)
+    early = positions - state.prompt_len[slots][:, None] < state.min_new[slots][:, None]
+    return ops.mask_ids(logits, state.stop_ids[slots], early)
 
 
 def propose(

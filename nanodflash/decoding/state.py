@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanodflash.config import MAX_STOP_IDS, EngineConfig, SamplingParams
+from nanodflash.config import MAX_BIASES, MAX_STOP_IDS, EngineConfig
+from nanodflash.decoding.plan import Admission
 
 FREE, ACTIVE, FINISHED = 0, 1, 2
 
@@ -30,8 +31,13 @@ class DeviceState:
         draft_limit: first position at which proposals are no longer counted.
         page_table:  [slots, pages_per_seq] page ids; 0 is the dummy page.
         tokens:      [slots, max_model_len + S], prompt and emitted ids.
-        temperature, top_p, min_p: [slots] fp32.  top_k, seed.
+        temperature, top_p, min_p, repetition, presence, frequency: [slots] fp32.  top_k, seed.
+        min_new:     tokens before which stop ids cannot be chosen.
         stop_ids:    [slots, 16], padded with -1.
+        bias_ids, bias: [slots, 64], padded with id 0 and 0.0.
+        counts:      [slots, V] int32, how often the output holds each id; None until a request
+                     needs the "full" sampler.
+        in_prompt:   [slots, V] bool, likewise.
     """
 
     len: Tensor
@@ -48,7 +54,15 @@ class DeviceState:
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
+    min_new: Tensor
     stop_ids: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    counts: Tensor | None = None
+    in_prompt: Tensor | None = None
 
     @classmethod
     def allocate(cls, config: EngineConfig, device: torch.device) -> "DeviceState":
@@ -58,8 +72,8 @@ class DeviceState:
         def whole(*shape: int) -> Tensor:
             return torch.zeros(slots, *shape, dtype=torch.int64, device=device)
 
-        def real() -> Tensor:
-            return torch.zeros(slots, dtype=torch.float32, device=device)
+        def real(*shape: int) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=torch.float32, device=device)
 
         return cls(
             len=whole(),
@@ -76,47 +90,64 @@ class DeviceState:
             top_p=real(),
             min_p=real(),
             seed=whole(),
+            min_new=whole(),
             stop_ids=whole(MAX_STOP_IDS),
+            repetition=real(),
+            presence=real(),
+            frequency=real(),
+            bias_ids=whole(MAX_BIASES),
+            bias=real(MAX_BIASES),
         )
 
-    def admit(
-        self,
-        slot: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        budget: int,
-        seed: int,
-        stop_ids: Sequence[int],
-        epoch: int,
-        draft_limit: int,
-    ) -> None:
+    def count_tokens(self, vocab_size: int) -> None:
+        """Allocate the tables of penalties, once; V entries a slot."""
+        if self.counts is None:
+            slots, device = len(self.len), self.len.device
+            self.counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+            self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+
+    def admit(self, admission: Admission) -> None:
         """Give a slot to a request: every per-slot value is written, none survives from before.
 
-        The row stays inert until its prompt is in the cache: `prefill_step` makes it ACTIVE.
+        The row stays inert until its prompt is in the cache: `prefill_step` makes it ACTIVE. With
+        the first token, or with the anchor it had before a preemption, `len` is then right.
         """
-        self.len[slot] = len(prompt) - 1
-        self.anchor[slot] = prompt[-1]
-        self.budget[slot] = budget
-        self.state[slot] = FREE
-        self.epoch[slot] = epoch
-        self.prompt_len[slot] = len(prompt)
-        self.draft_limit[slot] = draft_limit
+        slot, ids, params = admission.slot, admission.ids, admission.params
+        for tensor, value in (
+            (self.len, len(ids) - 1),
+            (self.anchor, ids[-1]),
+            (self.budget, admission.budget),
+            (self.state, FREE),
+            (self.epoch, admission.epoch),
+            (self.prompt_len, admission.prompt_len),
+            (self.draft_limit, admission.draft_limit),
+            (self.temperature, params.temperature),
+            (self.top_k, params.top_k),
+            (self.top_p, params.top_p),
+            (self.min_p, params.min_p),
+            (self.seed, admission.seed),
+            (self.min_new, params.min_new_tokens),
+            (self.repetition, params.repetition_penalty),
+            (self.presence, params.presence_penalty),
+            (self.frequency, params.frequency_penalty),
+        ):
+            tensor[slot] = value
         self.page_table[slot] = 0
-        self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = seed
-        padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
-        self.stop_ids[slot] = torch.tensor(padded)
+        self.set_pages(slot, 0, admission.pages)
+        self.tokens[slot, : len(ids)] = torch.tensor(ids)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(admission.stop_ids)] = torch.tensor(list(admission.stop_ids))
+        self.bias_ids[slot], self.bias[slot] = 0, 0.0
+        if params.logit_bias:
+            biased = len(params.logit_bias)
+            self.bias_ids[slot, :biased] = torch.tensor(list(params.logit_bias.keys()))
+            self.bias[slot, :biased] = torch.tensor(list(params.logit_bias.values()))
+        if self.counts is not None and self.in_prompt is not None:
+            output = self.tokens[slot, admission.prompt_len : len(ids)]
+            self.counts[slot] = torch.bincount(output, minlength=self.counts.shape[1])
+            self.in_prompt[slot] = False
+            self.in_prompt[slot].index_fill_(0, self.tokens[slot, : admission.prompt_len], True)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write page ids into a slot's table from column `first` on."""
-        self.page_table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
-
-    def release(self, slot: int) -> None:
-        """Make a slot inert: nothing it names is written any more."""
-        self.state[slot] = FREE
-        self.page_table[slot] = 0
+        self.page_table[slot, first : first + len(pages)] = torch.tensor(list(pages))

@@ -1,111 +1,151 @@
-"""Takes a sequence through its life: admit, prefill in chunks, cycles, release."""
+"""The loop around scheduler and runner, in a thread of its own; handles reach into it.
 
-import time
+Only that thread touches scheduler and device. Other threads put requests and aborts into the
+inbox and take chunks out of their handle's queue.
+"""
+
+import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
+
+import torch
 
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.cycle import (
-    ACCEPTED,
-    BUDGET,
-    EMITTED,
-    FINISH,
-    LENGTH,
-    RECORD,
-    RUNNING,
-    STOP,
-    Decoder,
-    Facts,
-    Span,
-)
-from nanodflash.decoding.sampling import Sampler
-from nanodflash.engine.paging import PagePool
+from nanodflash.decoding.cycle import Decoder
+from nanodflash.engine.paging import PageStats
 from nanodflash.engine.runner import Runner
+from nanodflash.engine.scheduler import Scheduler
 from nanodflash.engine.sequence import Chunk, Sequence
 
-FINISH_REASON = {RUNNING: None, STOP: "stop", BUDGET: "length"}
+
+class RequestHandle:
+    """One request, seen from outside the engine. Any one thread may iterate it."""
+
+    def __init__(self, engine: "Engine", sequence: Sequence) -> None:
+        self._engine, self._sequence = engine, sequence
+        self._chunks: SimpleQueue[Chunk | BaseException] = SimpleQueue()
+        self._done = threading.Event()
+
+    def put(self, item: Chunk | BaseException) -> None:
+        """Hand a chunk, or what ended the request, to whoever reads. Called by the engine."""
+        self._chunks.put(item)
+        if isinstance(item, BaseException) or item.finish_reason is not None:
+            self._done.set()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks as they come; the last one has a finish reason. Raises what ended the request."""
+        while True:
+            item = self._chunks.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if item.finish_reason is not None:
+                return
+
+    def result(self) -> Sequence:
+        """Wait for the end; the sequence is then no longer the engine's. Raises as iterating."""
+        self._done.wait()
+        for _ in self:
+            continue
+        return self._sequence
+
+    def abort(self) -> None:
+        """End the request wherever it stands; its last chunk says "abort"."""
+        self._engine.abort(self._sequence)
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._done.is_set()
 
 
 class Engine:
-    """Slots, pages and steps. One request at a time holds a slot here."""
+    """Takes requests at any time from any thread and keeps the device full.
+
+    Args:
+        decoder: owned by the engine's thread from the first request on.
+    """
 
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
-        self.config = config
-        self.runner = Runner(decoder)
-        self.pages = PagePool(config.total_pages)
-        self._free_slots = list(range(config.max_seqs))
-        self._epoch = 0
         draft = decoder.draft
         limit = draft.config.max_position_embeddings if draft else config.max_model_len
-        self._draft_limit = min(limit, config.max_model_len)
+        self.runner = Runner(decoder)
+        self.scheduler = Scheduler(
+            config, min(limit, config.max_model_len), draft is not None, self._emit
+        )
+        self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
+        self._inbox: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # of starting, submitting and closing
+        self._closed = False
+        self._threads = torch.get_num_threads()
 
-    def run(self, sequence: Sequence) -> Iterator[Chunk]:
-        """Decode one sequence, a chunk a step. Slot and pages go back however it ends."""
-        state = self.runner.decoder.state
-        if not self._free_slots:
-            raise RuntimeError(f"{self.config.max_seqs} streams are open: finish or close one")
-        sequence.slot = self._free_slots.pop()
+    def submit(self, sequence: Sequence) -> RequestHandle:
+        """Take a request; RuntimeError once closed."""
+        handle = RequestHandle(self, sequence)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this LLM is closed")
+            self._handles[id(sequence)] = handle
+            self._inbox.put(("add", sequence))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="nanodflash", daemon=True)
+                self._thread.start()
+        return handle
+
+    def abort(self, sequence: Sequence) -> None:
+        """Ask for the end of a request."""
+        self._inbox.put(("abort", sequence))
+
+    def close(self) -> None:
+        """End all requests and the thread. Closing twice is fine."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._inbox.put(("close", None))
+            thread.join()
+
+    def page_stats(self) -> PageStats:
+        """Pages by use. Exact when nothing runs."""
+        return self.scheduler.pages.stats()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _loop(self) -> None:
+        torch.set_num_threads(self._threads)  # a new thread would run small matmuls far slower
+        while self._read_inbox(wait=not self.scheduler.busy):
+            self._step()
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.abort(sequence)
+
+    def _read_inbox(self, wait: bool) -> bool:
+        """Take all messages, waiting for the first where there is nothing else to do."""
+        while wait or not self._inbox.empty():
+            what, sequence = self._inbox.get()
+            wait = False
+            if sequence is None:
+                return False
+            if what == "add":
+                self.scheduler.add(sequence)
+            else:
+                self.scheduler.abort(sequence)
+        return True
+
+    def _step(self) -> None:
+        """Plan, run, commit."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return
         try:
-            self._epoch += 1
-            state.admit(
-                sequence.slot,
-                sequence.prompt,
-                sequence.params,
-                budget=sequence.budget,
-                seed=sequence.seed,
-                stop_ids=sequence.stop_ids,
-                epoch=self._epoch,
-                draft_limit=self._draft_limit,
-            )
-            yield self._prefill(sequence)
-            while sequence.finish_reason is None:
-                yield self._cycle(sequence)
-        finally:
-            state.release(sequence.slot)
-            self.pages.release(sequence.pages)
-            sequence.pages = []
-            self._free_slots.append(sequence.slot)
+            results = self.runner.run(plan)
+        except Exception as error:  # whatever a step raises ends the requests in it, and only them
+            self.scheduler.fail(error)
+        else:
+            self.scheduler.commit(results.finals, results.rows, results.logprobs)
 
-    def _facts(self, sequence: Sequence, prefill: bool = False) -> Facts:
-        """The facts of a step that this sequence is alone in."""
-        width = self.config.block_size if sequence.speculate and not prefill else 1
-        sampler: Sampler = "sampled" if sequence.params.temperature > 0 else "greedy"
-        return Facts(width, sampler, sequence.speculate, len(sequence) + self.config.block_size)
-
-    def _reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Hold pages for `tokens` tokens of the sequence, and tell the device."""
-        wanted = -(-tokens // self.config.page_size) - len(sequence.pages)
-        if wanted > 0:
-            fresh = self.pages.allocate(wanted)
-            state = self.runner.decoder.state
-            state.set_pages(sequence.slot, len(sequence.pages), fresh)
-            sequence.pages += fresh
-
-    def _prefill(self, sequence: Sequence) -> Chunk:
-        began = time.perf_counter()
-        total, records = len(sequence.prompt), []
-        self._reserve(sequence, total)
-        for start in range(0, total, self.config.max_prefill):
-            stop = min(start + self.config.max_prefill, total)
-            span = Span(sequence.slot, start, stop, last=stop == total)
-            records = self.runner.prefill([span], self._facts(sequence, prefill=True))
-        sequence.metrics.prompt_tokens = total
-        sequence.metrics.prefill_seconds = time.perf_counter() - began
-        return self._take(sequence, records[0])
-
-    def _cycle(self, sequence: Sequence) -> Chunk:
-        began = time.perf_counter()
-        facts = self._facts(sequence)
-        start = len(sequence)
-        self._reserve(sequence, start + self.config.block_size)
-        record = self.runner.cycle([sequence.slot], facts)[0]
-        chunk = self._take(sequence, record)
-        kept = len(chunk.token_ids)
-        proposed = max(0, min(facts.width - 1, self._draft_limit - start - 1))
-        sequence.metrics.count_cycle(kept, min(record[ACCEPTED], kept), proposed)
-        sequence.metrics.decode_seconds += time.perf_counter() - began
-        assert sequence.finish_reason or record[LENGTH] == len(sequence), "host and device differ"
-        return chunk
-
-    def _take(self, sequence: Sequence, record: list[int]) -> Chunk:
-        ids = record[RECORD : RECORD + record[EMITTED]]
-        return sequence.append(ids, record[ACCEPTED], FINISH_REASON[record[FINISH]])
+    def _emit(self, sequence: Sequence, item: Chunk | BaseException) -> None:
+        handle = self._handles[id(sequence)]
+        if isinstance(item, BaseException) or item.finish_reason is not None:
+            del self._handles[id(sequence)]
+        handle.put(item)

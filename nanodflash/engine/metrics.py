@@ -18,11 +18,15 @@ class Metrics:
         emitted:         `num_emitted` -> cycles that emitted so many.
         accepted_at:     [S-1], cycles that kept the proposal at this block position (from 1).
         proposed_at:     [S-1], cycles that proposed there.
+        cached_tokens:   tokens of the prompt that came from the prefix cache.
+        preemptions:     times that it lost its pages and was prefilled again.
         prefill_seconds: from the start of the request to its first token.
         decode_seconds:  of all cycles after it.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     emitted: Counter[int] = field(default_factory=Counter)
     accepted_at: list[int] = field(default_factory=list)
     proposed_at: list[int] = field(default_factory=list)
@@ -40,6 +44,8 @@ class Metrics:
     def __add__(self, other: "Metrics") -> "Metrics":
         return Metrics(
             self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.preemptions + other.preemptions,
             self.emitted + other.emitted,
             _add(self.accepted_at, other.accepted_at),
             _add(self.proposed_at, other.proposed_at),
@@ -92,6 +98,8 @@ class Metrics:
         """All counts and figures, for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
             "cycles": self.cycles,
             "proposed": self.proposed,
             "accepted": self.accepted,

@@ -1,57 +1,98 @@
-"""Runs steps: the only caller of the device.
-
-Plans come as slots and page ids, results go back as records of whole numbers.
-"""
+"""Runs plans: the only caller of the device."""
 
 import time
 from collections.abc import Sequence as Ids
+from dataclasses import dataclass
 
 import torch
 
 from nanodflash.decoding.cycle import (
     Decoder,
-    Facts,
-    Span,
+    Result,
     commit_step,
     draft_step,
     prefill_step,
     verify_step,
 )
+from nanodflash.decoding.plan import StepPlan
+from nanodflash.engine.sequence import TokenLogprobs
 
-PHASES = ("draft", "verify", "commit")
+PHASES = ("prefill", "draft", "verify", "commit")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a plan gave: records of its final chunks and of its rows, on the host."""
+
+    finals: Ids[Ids[int]]
+    rows: Ids[Ids[int]]
+    device: dict[str, Result]
+
+    def logprobs(self, part: str, place: int, count: int) -> list[TokenLogprobs]:
+        """Of all W tokens of one record, chosen and the `count` likeliest.
+
+        Args:
+            part: "finals" or "rows".
+        """
+        chosen, values, ids = (t[place].tolist() for t in self.device[part].logprobs or ())
+        return [
+            TokenLogprobs(one, list(zip(i[:count], v[:count], strict=True)))
+            for one, v, i in zip(chosen, values, ids, strict=True)
+        ]
 
 
 class Runner:
     """Owns the decoder and the buffers that carry a plan to it.
 
     Attributes:
-        seconds: host seconds spent in "draft", "verify" and "commit" so far. On a CPU the steps
-                 are synchronous, so these are the steps' own.
+        seconds: host seconds spent in each phase so far. On a CPU the steps are synchronous, so
+                 these are the steps' own.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
-    def prefill(self, spans: Ids[Span], facts: Facts) -> list[list[int]]:
-        """Run prompt chunks; records of the requests whose prompt ended, in order."""
-        finals = self._slots([span.slot for span in spans if span.last])
-        record = prefill_step(self.decoder, spans, finals, facts)
-        return [] if record is None else record.tolist()
+    def run(self, plan: StepPlan) -> Results:
+        """Admissions and page deltas, then prompt chunks, then a cycle."""
+        state = self.decoder.state
+        for admission in plan.admissions:
+            if admission.params.sampler == "full":
+                state.count_tokens(len(self.decoder.vocabulary))
+            state.admit(admission)
+        for delta in plan.deltas:
+            state.set_pages(*delta)
+        results = {}
+        if plan.spans:
+            began = time.perf_counter()
+            ready = [span for span in plan.spans if span.last]
+            final = prefill_step(
+                self.decoder,
+                plan.spans,
+                self._slots([span.slot for span in ready]),
+                self._slots([span.slot for span in ready if not span.resumed]),
+                plan.facts,
+            )
+            if final is not None:
+                results["finals"] = final
+            self.seconds["prefill"] += time.perf_counter() - began
+        if plan.rows:
+            results["rows"] = self._cycle(plan)
+        records = {part: result.record.tolist() for part, result in results.items()}
+        return Results(records.get("finals", []), records.get("rows", []), results)
 
-    def cycle(self, slots: Ids[int], facts: Facts) -> list[list[int]]:
-        """Draft, verify and commit for these slots; their records, in order."""
-        batch = self._slots(slots)
+    def _cycle(self, plan: StepPlan) -> Result:
+        batch, facts = self._slots(plan.rows), plan.facts
         clock = [time.perf_counter()]
         proposals = draft_step(self.decoder, batch, facts) if facts.width > 1 else None
         clock.append(time.perf_counter())
         verified = verify_step(self.decoder, batch, proposals, facts)
         clock.append(time.perf_counter())
-        record = commit_step(self.decoder, batch, verified).tolist()
+        result = commit_step(self.decoder, batch, verified)
         clock.append(time.perf_counter())
-        for name, a, b in zip(PHASES, clock, clock[1:], strict=False):
+        for name, a, b in zip(PHASES[1:], clock, clock[1:], strict=False):
             self.seconds[name] += b - a
-        return record
+        return result
 
     def _slots(self, slots: Ids[int]) -> torch.Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self.decoder.positions.device)

@@ -1,11 +1,25 @@
-"""One request on the host: what it asked for, what came of it."""
+"""One request on the host: what it asked for, where it stands, what came of it."""
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from nanodflash.config import SamplingParams
 from nanodflash.engine.metrics import Metrics
 from nanodflash.tokenizer import StreamDecoder
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-softmax of the raw target logits where one token was chosen.
+
+    Attributes:
+        chosen: of the token that was emitted.
+        top:    the asked-for number of likeliest ids with theirs, best first.
+    """
+
+    chosen: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -16,8 +30,9 @@ class Chunk:
         text:          what is now safe to show; may lag behind the ids.
         token_ids:     the ids.
         accepted:      per id, whether the drafter proposed it.
-        finish_reason: "stop" or "length" on the last chunk, else None.
+        finish_reason: "stop", "length" or "abort" on the last chunk, else None.
         metrics:       of the whole request, on the last chunk.
+        logprobs:      per id, where the request asked for them.
     """
 
     text: str
@@ -25,18 +40,34 @@ class Chunk:
     accepted: list[bool]
     finish_reason: str | None = None
     metrics: Metrics | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
-@dataclass
+class Phase(Enum):
+    """Where a request stands. Explicit: never inferred from counts."""
+
+    WAITING = auto()  # no slot, no pages
+    PREFILL = auto()  # has a slot; its prompt is not wholly planned
+    DECODE = auto()  # all of its prompt is planned; takes part in cycles
+    DRAINING = auto()  # to be preempted once its launched steps are committed
+    FINISHED = auto()  # nothing more is planned; holds slot and pages while steps name them
+
+
+@dataclass(eq=False)  # a request is itself, whatever it holds
 class Sequence:
     """A request and its progress. Owned by the bookkeeping side alone.
 
     Attributes:
-        prompt:    ids, at least one.
-        budget:    new tokens allowed, within `max_model_len`.
-        stop_ids:  ids that end it; the last id of a sequence that stopped at one is that id, and
-                   its text is not shown.
-        decoder:   None without a tokenizer: then the text stays empty.
+        prompt:     ids, at least one.
+        budget:     new tokens allowed, within `max_model_len`.
+        stop_ids:   ids that end it; the last id of a sequence that stopped at one is that id, and
+                    its text is not shown.
+        decoder:    None without a tokenizer: then the text stays empty.
+        arrival:    its place in the line.
+        epoch:      of its present stay in a slot.
+        pages:      in order of position; the first `published` of them are in the prefix cache.
+        planned:    prompt tokens (after a preemption: all but the anchor) that are in plans.
+        inflight:   launched steps that name it and are not committed.
     """
 
     prompt: list[int]
@@ -46,19 +77,35 @@ class Sequence:
     stop_ids: list[int]
     speculate: bool
     decoder: StreamDecoder | None
+    arrival: int = -1
+    phase: Phase = Phase.WAITING
     slot: int = -1
+    epoch: int = -1
     pages: list[int] = field(default_factory=list)
+    published: int = 0
+    may_publish: bool = True
+    planned: int = 0
+    inflight: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
+    started: float = 0.0  # host clock when it was submitted, and of its latest step
+    latest: float = 0.0
 
     def __len__(self) -> int:
         """Tokens whose K/V is in the cache once the prompt is: all but the anchor."""
-        return len(self.prompt) + len(self.token_ids) - 1
+        return len(self.prompt) + max(len(self.token_ids) - 1, 0)
 
-    def append(self, ids: Ids[int], num_accepted: int, finish_reason: str | None) -> Chunk:
-        """Take a step's tokens; a stop string cuts them, text, ids and counts alike.
+    def append(
+        self,
+        ids: Ids[int],
+        num_accepted: int,
+        finish_reason: str | None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> Chunk:
+        """Take a step's tokens; a stop string cuts them, text, ids, logprobs and counts alike.
 
         Args:
             ids:           emitted tokens; the first `num_accepted` were proposed.
@@ -76,5 +123,9 @@ class Sequence:
         self.token_ids += ids
         self.text += text
         self.finish_reason = finish_reason
+        if logprobs is not None:
+            logprobs = logprobs[: len(ids)]
+            self.logprobs += logprobs
         accepted = [place < num_accepted for place in range(len(ids))]
-        return Chunk(text, ids, accepted, finish_reason, self.metrics if finish_reason else None)
+        metrics = self.metrics if finish_reason else None
+        return Chunk(text, ids, accepted, finish_reason, metrics, logprobs)

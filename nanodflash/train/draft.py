@@ -168,8 +168,7 @@ def train_draft(
     work = out / ".train"
     work.mkdir(parents=True, exist_ok=True)
     texts = _prompts(prompts, answers, seed)
-    stops = checkpoint.eos_token_ids
-    documents = _documents(work / "answers.json", model, tokenizer, texts, stops, seed)
+    documents = _documents(work / "answers.json", target, tokenizer, texts, seed)
     held_out, training = documents[:HELD_OUT], documents[HELD_OUT:]
     # The target is the drafter's embedding and head, and frozen: it is no part of the module.
     trainer = Trainer(draft, draft.parts(), work, minutes, flat=0.4)
@@ -249,17 +248,12 @@ def _prompts(path: Path | None, count: int, seed: int) -> list[str]:
 
 
 def _documents(
-    path: Path,
-    target: Qwen3,
-    tokenizer: Tokenizer,
-    texts: list[str],
-    stop_ids: tuple[int, ...],
-    seed: int,
+    path: Path, target: str, tokenizer: Tokenizer, texts: list[str], seed: int
 ) -> list[Document]:
     """Prompts with the target's answers; made once, then read."""
     if not path.exists():
         prompts = [encode_prompt(tokenizer, text) for text in texts]
-        replies = own_answers(target, prompts, stop_ids, seed)
+        replies = own_answers(target, prompts, seed)
         pairs = [(p + r, len(p)) for p, r in zip(prompts, replies, strict=True)]
         path.write_text(json.dumps(pairs))
     documents = [Document(ids, answer) for ids, answer in json.loads(path.read_text())]

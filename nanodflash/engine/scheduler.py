@@ -1,0 +1,383 @@
+"""Who gets what in the next step: plain Python over slots, pages and lengths.
+
+`plan` makes the next step from what the host knows, `commit` takes a step's records. Up to
+`depth` steps may be launched and not committed; the host then knows lengths only as bounds, and
+every rule below holds for bounds. First come, first served: a later request never takes pages
+or a slot that an earlier one waits for, and is the first to be preempted.
+"""
+
+import bisect
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+from nanodflash.config import EngineConfig
+from nanodflash.decoding.plan import (
+    ACCEPTED,
+    BUDGET,
+    EMITTED,
+    EPOCH,
+    FINISH,
+    LENGTH,
+    RECORD,
+    RUNNING,
+    STOP,
+    Admission,
+    Facts,
+    PageDelta,
+    Sampler,
+    Span,
+    StepPlan,
+)
+from nanodflash.engine.paging import PagePool
+from nanodflash.engine.sequence import Chunk, Phase, Sequence, TokenLogprobs
+
+FINISH_REASON = {RUNNING: None, STOP: "stop", BUDGET: "length"}
+SAMPLERS: tuple[Sampler, ...] = ("greedy", "sampled", "full")  # each serves those before it
+Record = Ids[int]
+Logprobs = Callable[[str, int, int], list[TokenLogprobs]]
+
+
+@dataclass
+class Launched:
+    """A plan and the sequences behind its slots, until it is committed."""
+
+    plan: StepPlan
+    spans: list[Sequence]
+    rows: list[Sequence]
+
+
+class Scheduler:
+    """Waiting and running requests, their slots and their pages.
+
+    Args:
+        draft_limit: first position at which proposals are not counted.
+        drafts:      whether rows that speculate share pages with draft rows in them; without a
+                     drafter every row may use the prefix cache.
+        emit:        called with (sequence, chunk) for every chunk, in order, or with the
+                     exception that ended the request.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        draft_limit: int,
+        drafts: bool,
+        emit: Callable[[Sequence, Chunk | BaseException], None],
+    ) -> None:
+        self.config, self.draft_limit, self.drafts, self.emit = config, draft_limit, drafts, emit
+        self.pages = PagePool(config.total_pages, config.page_size)
+        self.waiting: list[Sequence] = []  # both in order of arrival
+        self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []  # finished, still named by launched steps
+        self._slots = list(range(config.max_seqs - 1, -1, -1))
+        self._launched: list[Launched] = []
+        self._arrivals = self._epochs = self._steps = 0
+        self._last_kind = False
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a request in line. It must fit the pool alone; `LLM` has checked that."""
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        sequence.started = sequence.latest = time.perf_counter()
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a request wherever it stands; nothing is emitted after the last chunk of this."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        self._finish(sequence, sequence.append([], 0, "abort"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not finished, or a launched step not committed."""
+        return bool(self.waiting or self.running or self._launched)
+
+    # ------------------------------------------------------------------ planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be done before a commit."""
+        return self._plan_kind(not self._last_kind) or self._plan_kind(self._last_kind)
+
+    def _plan_kind(self, kind: bool) -> StepPlan | None:
+        """A step of rows that speculate, or of rows that do not: the two kinds take turns."""
+        deltas: list[PageDelta] = []
+        rows = self._plan_rows(kind, deltas)
+        width = self.config.block_size if kind else 1
+        # Prompts get what the rows leave of the step's tokens, and never nothing.
+        floor = min(self.config.page_size, self.config.max_prefill)
+        budget = max(self.config.max_prefill - len(rows) * width, floor)
+        admissions: list[Admission] = []
+        spans: list[Span] = []
+        members: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.speculate == kind and sequence.phase is Phase.PREFILL and budget:
+                budget -= self._plan_span(sequence, budget, spans)
+                members.append(sequence)
+        while budget and self.waiting and self.waiting[0].speculate == kind:
+            admission = self._admit(self.waiting[0])
+            if admission is None:
+                break
+            admissions.append(admission)
+            budget -= self._plan_span(self.running[-1], budget, spans)
+            members.append(self.running[-1])
+        if not rows and not spans:
+            return None
+        self._last_kind = kind
+        self._steps += 1
+        facts = Facts(width, self._sampler(rows + members), kind, self._bound(rows))
+        slots = [sequence.slot for sequence in rows]
+        plan = StepPlan(self._steps, facts, admissions, deltas, spans, slots)
+        for sequence in rows + members:
+            sequence.inflight += 1
+        self._launched.append(Launched(plan, members, rows))
+        return plan
+
+    def _upper(self, sequence: Sequence) -> int:
+        """Places that the next step may write: every launched step may have emitted a block."""
+        size = self.config.block_size
+        known = len(sequence) + (sequence.inflight + 1) * size
+        return min(known, len(sequence.prompt) + sequence.budget + size)
+
+    def _bound(self, rows: list[Sequence]) -> int:
+        return max((self._upper(sequence) for sequence in rows), default=1)
+
+    def _sampler(self, sequences: list[Sequence]) -> Sampler:
+        return max((s.params.sampler for s in sequences), key=SAMPLERS.index, default="greedy")
+
+    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> list[Sequence]:
+        """Rows of the cycle: every decoding sequence whose next block has its pages."""
+        rows = []
+        for sequence in list(self.running):
+            if sequence.speculate != kind or sequence.phase is not Phase.DECODE:
+                continue
+            wanted = math.ceil(self._upper(sequence) / self.config.page_size)
+            missing = wanted - len(sequence.pages)
+            while missing > self.pages.available and self._preempt_after(sequence):
+                continue
+            if missing > self.pages.available:
+                continue  # later ones are draining, or hold nothing: it waits for a commit
+            if missing > 0:
+                fresh = self.pages.allocate(missing)
+                deltas.append(PageDelta(sequence.slot, len(sequence.pages), fresh))
+                sequence.pages += fresh
+            first = len(sequence) // self.config.page_size
+            assert all(self.pages.owners(p) == 1 for p in sequence.pages[first:]), "shared page"
+            rows.append(sequence)
+        return rows
+
+    def _plan_span(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
+        """Plan the next chunk of a prompt; how many tokens it has."""
+        start, total = sequence.planned, len(sequence)
+        stop = min(start + budget, total)
+        resumed = bool(sequence.token_ids)
+        spans.append(Span(sequence.slot, start, stop, stop == total, resumed))
+        sequence.planned = stop
+        if stop == total:
+            sequence.phase = Phase.DECODE
+        return stop - start
+
+    def _admit(self, sequence: Sequence) -> Admission | None:
+        """Give the first in line a slot and the pages of its prompt and first block, or nothing."""
+        if not self._slots:
+            return None
+        ids = sequence.prompt + sequence.token_ids
+        known = ids[: len(sequence)]
+        cached = self.pages.match(known) if self._may_share(sequence) else []
+        wanted = math.ceil((len(known) + self.config.block_size) / self.config.page_size)
+        if wanted - len(cached) > self.pages.available:
+            self.pages.release(cached)
+            return None
+        self.waiting.pop(0)
+        self.running.append(sequence)  # it came later than all that run: see _preempt_after
+        sequence.pages = cached + self.pages.allocate(wanted - len(cached))
+        sequence.published, sequence.may_publish = len(cached), self._may_share(sequence)
+        sequence.planned = len(cached) * self.config.page_size
+        sequence.metrics.cached_tokens = sequence.planned
+        sequence.slot, sequence.phase = self._slots.pop(), Phase.PREFILL
+        self._epochs += 1
+        sequence.epoch = self._epochs
+        return Admission(
+            sequence.slot,
+            sequence.epoch,
+            ids,
+            len(sequence.prompt),
+            sequence.params,
+            sequence.budget - len(sequence.token_ids),
+            sequence.seed,
+            sequence.stop_ids,
+            self.draft_limit,
+            sequence.pages.copy(),
+        )
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        """Rows that neither tap nor inject would leave pages without draft rows."""
+        return sequence.speculate or not self.drafts
+
+    # ------------------------------------------------------------------ preemption
+
+    def _preempt_after(self, sequence: Sequence) -> bool:
+        """Preempt the latest request that came after this one; True if pages came free.
+
+        One with launched steps is drained first: it gets no further step, and its pages when the
+        last of them is committed.
+        """
+        for victim in reversed(self.running):
+            if victim is sequence:
+                return False
+            if victim.inflight == 0:
+                self._to_waiting(victim)
+                return True
+            victim.phase = Phase.DRAINING
+            return False
+        return False
+
+    def _to_waiting(self, sequence: Sequence) -> None:
+        """Take slot and pages away; it will be prefilled again with all that it emitted."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.phase, sequence.planned = Phase.WAITING, 0
+        bisect.insort(self.waiting, sequence, key=lambda s: s.arrival)
+        sequence.metrics.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        """The one place where slot and pages go back: no launched step names them any more."""
+        assert sequence.inflight == 0, "a launched step names this slot"
+        self.pages.release(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.pages, sequence.slot, sequence.published = [], -1, 0
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(
+        self,
+        finals: Ids[Record],
+        rows: Ids[Record],
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        """Take the records of the oldest launched step.
+
+        Args:
+            finals: of its prompt chunks that chose a first token, in order.
+            rows:   of its cycle, in order.
+            logprobs: ("finals" or "rows", place, likeliest) -> those of a record's tokens.
+        """
+        launched = self._launched.pop(0)
+        now = time.perf_counter()
+        for sequence in launched.spans + launched.rows:
+            sequence.inflight -= 1
+        chosen = iter(range(len(finals)))
+        for span, sequence in zip(launched.plan.spans, launched.spans, strict=True):
+            if span.last and not span.resumed:
+                place = next(chosen)
+                self._take(sequence, finals[place], None, now, "finals", place, logprobs)
+            if sequence.phase in (Phase.PREFILL, Phase.DECODE):
+                self._publish(sequence, span.stop)
+        for place, sequence in enumerate(launched.rows):
+            width = launched.plan.facts.width
+            self._take(sequence, rows[place], width, now, "rows", place, logprobs)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take slots and pages from those that no launched step names any more."""
+        for sequence in [*self.running, *self.leaving]:
+            if sequence.inflight == 0 and sequence.phase is Phase.DRAINING:
+                self._to_waiting(sequence)
+            elif sequence.inflight == 0 and sequence.phase is Phase.FINISHED:
+                self.leaving.remove(sequence)
+                self._release(sequence)
+
+    def _take(
+        self,
+        sequence: Sequence,
+        record: Record,
+        width: int | None,
+        now: float,
+        part: str,
+        place: int,
+        logprobs: Logprobs | None,
+    ) -> None:
+        """Apply one record; width None is the first token, which belongs to no cycle."""
+        if sequence.phase is Phase.FINISHED or record[EPOCH] != sequence.epoch:
+            return  # a step that was launched before the host knew of the end
+        start = len(sequence)
+        ids = record[RECORD : RECORD + record[EMITTED]]
+        wanted, extra = sequence.params.logprobs, None
+        if wanted is not None and logprobs is not None:
+            extra = logprobs(part, place, wanted)[: len(ids)]
+        try:
+            chunk = sequence.append(ids, record[ACCEPTED], FINISH_REASON[record[FINISH]], extra)
+        except Exception as error:  # of its tokenizer: the others live on
+            self._finish(sequence, error)
+            return
+        kept = len(chunk.token_ids)
+        metrics = sequence.metrics
+        if width is None:
+            metrics.prompt_tokens = len(sequence.prompt)
+            metrics.prefill_seconds = now - sequence.started
+        else:
+            proposed = max(0, min(width - 1, self.draft_limit - start - 1))
+            metrics.count_cycle(kept, min(record[ACCEPTED], kept), proposed)
+            metrics.decode_seconds += now - sequence.latest
+        sequence.latest = now
+        if sequence.finish_reason is None:
+            assert record[LENGTH] == len(sequence), "host and device disagree on a length"
+            self._publish(sequence, len(sequence))
+            self.emit(sequence, chunk)
+        else:
+            self._publish(sequence, len(sequence))
+            self._finish(sequence, chunk)
+
+    def fail(self, error: Exception) -> None:
+        """The oldest launched step raised: its requests end with that, the others live on."""
+        launched = self._launched.pop(0)
+        members = launched.spans + launched.rows
+        for sequence in members:
+            sequence.inflight -= 1
+        for sequence in members:
+            if sequence.phase is not Phase.FINISHED:
+                self._finish(sequence, error)
+        self._settle()
+
+    def _finish(self, sequence: Sequence, chunk: Chunk | BaseException) -> None:
+        """End a request; slot and pages follow once no launched step names them."""
+        if sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            if sequence.inflight:
+                self.leaving.append(sequence)
+            else:
+                self._release(sequence)
+        sequence.phase = Phase.FINISHED
+        self.emit(sequence, chunk)
+
+    def _publish(self, sequence: Sequence, committed: int) -> None:
+        """Offer full pages below a committed length to the prefix cache."""
+        size = self.config.page_size
+        while sequence.may_publish and (sequence.published + 1) * size <= committed:
+            first = sequence.published
+            ids = (sequence.prompt + sequence.token_ids)[first * size : (first + 1) * size]
+            before = sequence.pages[first - 1] if first else 0
+            sequence.may_publish = self.pages.publish(before, ids, sequence.pages[first])
+            sequence.published += sequence.may_publish
+
+    def check(self) -> None:
+        """Raise unless pages and slots are conserved, for tests and at idle."""
+        self.pages.check()
+        held = [s for s in [*self.running, *self.leaving] if s.slot >= 0]
+        slots = sorted([*self._slots, *(s.slot for s in held)])
+        if slots != list(range(self.config.max_seqs)):
+            raise RuntimeError(f"slots are lost or doubled: {slots}")
+        owners: dict[int, int] = {}
+        for sequence in held:
+            for page in sequence.pages:
+                owners[page] = owners.get(page, 0) + 1
+        if any(self.pages.owners(page) != count for page, count in owners.items()):
+            raise RuntimeError("a page's owners and its count differ")
+        if len(owners) != self.pages.stats().live:
+            raise RuntimeError("a page is held by nobody")
