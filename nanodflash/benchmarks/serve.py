@@ -1,0 +1,86 @@
+"""Many requests at once: throughput, latency, pages, the prefix cache, the scheduler's own cost."""
+
+import statistics
+import threading
+import time
+from typing import Any
+
+from nanodflash import LLM, SamplingParams
+
+REQUESTS_EACH = 3  # requests a client sends, one after another
+
+
+def run_concurrency(
+    llm: LLM, prompts: list[list[int]], clients: int, speculate: bool, max_new: int
+) -> dict[str, Any]:
+    """`clients` threads that each keep one request running, taking prompts in turn.
+
+    Returns:
+        A JSON object: total tokens/s, milliseconds to the first token and a token after it
+        (median, p99), most pages in use, the share of the time spent outside the steps.
+    """
+    params = SamplingParams(max_new_tokens=max_new)
+    first: list[float] = []
+    later: list[float] = []
+    tokens, most, lock = 0, 0, threading.Lock()
+    work = iter([prompts[i % len(prompts)] for i in range(clients * REQUESTS_EACH)])
+
+    def client() -> None:
+        nonlocal tokens, most
+        while True:
+            with lock:
+                prompt = next(work, None)
+            if prompt is None:
+                return
+            began, count, last = time.perf_counter(), 0, 0.0
+            for chunk in llm.stream(prompt, params, speculate):
+                now = time.perf_counter()
+                if not count:
+                    first.append(now - began)
+                last, count = now, count + len(chunk.token_ids)
+                most = max(most, llm.page_stats().live)
+            with lock:
+                tokens += count
+                if count > 1:
+                    later.append((last - began - first[-1]) / (count - 1))
+
+    runner = llm.engine.runner
+    runner.seconds.update(dict.fromkeys(runner.seconds, 0.0))
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - began
+    return {
+        "clients": clients,
+        "speculate": speculate,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "first_ms": _spread(first),
+        "token_ms": _spread(later),
+        "most_pages": most,
+        "outside_steps": 1 - sum(runner.seconds.values()) / seconds,
+    }
+
+
+def run_prefix(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds to the first token of a prompt of `length`, cold and with its prefix cached."""
+    params = SamplingParams(max_new_tokens=1)
+    cold, hit = [], []
+    for turn in range(rounds):
+        prompt = [5 + (turn * 7919 + i * 31) % 1000 for i in range(length)]
+        for times in (cold, hit):
+            output = llm.generate([prompt], params)[0]
+            times.append(1e3 * output.metrics.prefill_seconds)
+    a, b = statistics.median(cold), statistics.median(hit)
+    return {"tokens": length, "cold_ms": a, "cached_ms": b, "ratio": a / b}
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "median": 1e3 * statistics.median(ordered),
+        "p99": 1e3 * ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))],
+    }
