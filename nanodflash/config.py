@@ -27,6 +27,37 @@ _ROPE_REQUIRED = {
         "original_max_position_embeddings",
     ),
 }
+# Optional parameters of the types above; no other key of `config.json` bears on RoPE.
+_ROPE_KEYS = {key for keys in _ROPE_REQUIRED.values() for key in keys} | {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
+# What the code does is rotate-half over the whole head; these say otherwise, but for the values.
+_ROPE_REFUSED = {
+    "partial_rotary_factor": (None, 1.0),
+    "is_neox_style": (None, True),
+    "mrope_section": (None,),
+}
+
+
+def _positive(value: Any, key: str, what: str, whole: bool = False) -> None:
+    """ValueError unless `value` is a finite number above 0, or a whole one."""
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        wanted = "a whole number" if whole else "a number"
+        raise ValueError(f"{what}: {key} is {value!r} in config.json, wanted {wanted} above 0")
+
+
+def _object(config: Mapping[str, Any], key: str, what: str) -> dict[str, Any]:
+    """The object at `key`, empty where there is none."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: {key} is {value!r} in config.json, wanted an object")
+    return value
 
 
 @dataclass(frozen=True)
@@ -43,22 +74,21 @@ class RopeConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], what: str) -> "RopeConfig":
         """Read the rotary keys of a `config.json`; ValueError for a type the code does not do."""
-        merged = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        merged = _object(config, "rope_scaling", what) | _object(config, "rope_parameters", what)
         theta = merged.pop("rope_theta", config.get("rope_theta"))
         new_key, old_key = merged.pop("rope_type", None), merged.pop("type", None)
         rope_type = new_key or old_key or "default"
-        if theta is None:
-            raise ValueError(f"{what}: config.json has no rope_theta")
-        if rope_type not in _ROPE_REQUIRED:
+        if not isinstance(rope_type, str) or rope_type not in _ROPE_REQUIRED:
             known = ", ".join(_ROPE_REQUIRED)
-            raise ValueError(f"{what}: rope type {rope_type!r} is not supported (known: {known})")
-        partial = merged.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0 or config.get("is_neox_style") is False or "mrope_section" in merged:
-            raise ValueError(f"{what}: only rotate-half RoPE over the whole head is supported")
+            raise ValueError(f"{what}: rope_type {rope_type!r} is not supported (known: {known})")
+        merged = {**config, **merged}
+        for key, neutral in _ROPE_REFUSED.items():
+            if merged.get(key) not in neutral:
+                raise ValueError(f"{what}: {key} = {merged[key]!r} is not supported")
+        _positive(theta, "rope_theta", what)
         for key in _ROPE_REQUIRED[rope_type]:
-            if key not in merged:
-                raise ValueError(f"{what}: rope type {rope_type!r} needs the key {key!r}")
-        return cls(float(theta), rope_type, merged)
+            _positive(merged.get(key), f"{key} (of rope_type {rope_type!r})", what)
+        return cls(float(theta), rope_type, {k: merged[k] for k in _ROPE_KEYS if k in merged})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +111,8 @@ def _geometry(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Check the keys of `TransformerConfig` and return them as keyword arguments."""
     values: dict[str, Any] = {}
     for key in (f.name for f in fields(TransformerConfig) if f.name != "rope"):
-        if key not in config:
-            raise ValueError(f"{what}: config.json has no {key}")
-        value = config[key]
-        wanted = "a number above 0" if key == "rms_norm_eps" else "a whole number above 0"
-        number = isinstance(value, float) or (isinstance(value, int) and value is not True)
-        if not number or value <= 0 or (key != "rms_norm_eps" and value != int(value)):
-            raise ValueError(f"{what}: {key} is {value!r}, wanted {wanted}")
-        values[key] = value
+        _positive(config.get(key), key, what, whole=key != "rms_norm_eps")
+        values[key] = config[key]
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % kv_heads:
         raise ValueError(
@@ -121,8 +145,10 @@ class TargetConfig(TransformerConfig):
         """Read a `config.json`; ValueError names the first key that is missing or not supported."""
         _check_architecture(config, "Qwen3ForCausalLM", what)
         layer_types = config.get("layer_types") or []
-        if config.get("use_sliding_window") or set(layer_types) - {"full_attention"}:
+        if config.get("use_sliding_window"):
             raise ValueError(f"{what}: use_sliding_window is not supported in a target")
+        if any(kind != "full_attention" for kind in layer_types):
+            raise ValueError(f"{what}: layer_types {layer_types!r} is not supported in a target")
         tied = config.get("tie_word_embeddings", False)
         return cls(**_geometry(config, what), tie_word_embeddings=bool(tied))
 
@@ -159,7 +185,7 @@ class DraftConfig(TransformerConfig):
     def from_dict(cls, config: Mapping[str, Any], what: str = "draft") -> "DraftConfig":
         """Read a `config.json`; ValueError names the first key that is missing or not supported."""
         _check_architecture(config, "DFlashDraftModel", what)
-        nested = config.get("dflash_config") or {}
+        nested = _object(config, "dflash_config", what)
 
         def read(key: str) -> Any:
             return nested[key] if key in nested else config.get(key)
@@ -180,7 +206,9 @@ class DraftConfig(TransformerConfig):
         num_target_layers = required_int("num_target_layers", 1)
         layers = geometry["num_hidden_layers"]
         windows = _draft_windows(config, layers, what)
-        rule = config.get("is_causal", nested.get("causal"))
+        rule = nested.get("causal") if config.get("is_causal") is None else config["is_causal"]
+        if rule not in (None, True, False):
+            raise ValueError(f"{what}: is_causal is {rule!r}, wanted true or false")
         return cls(
             **geometry,
             block_size=required_int("block_size", 2),
@@ -212,8 +240,8 @@ def _draft_windows(config: Mapping[str, Any], layers: int, what: str) -> tuple[i
             f"got {layer_types!r}"
         )
     window = config.get("sliding_window")
-    if "sliding_attention" in layer_types and not (isinstance(window, int) and window > 0):
-        raise ValueError(f"{what}: sliding_attention layers need sliding_window, got {window!r}")
+    if "sliding_attention" in layer_types:
+        _positive(window, "sliding_window", what, whole=True)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
@@ -337,10 +365,12 @@ class SamplingParams:
         _check_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in 0..1")
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(s, str) and s for s in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop is {self.stop!r}, wanted non-empty strings")
-        object.__setattr__(self, "stop", stop)
+        if not isinstance(self.stop_token_ids, (tuple, list)):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}, wanted a tuple of ids")
+        object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, 2**31 - 1)
@@ -374,5 +404,5 @@ class SamplingParams:
 
 def _check_number(key: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not accepts(value):
+    if not number or not -math.inf < value < math.inf or not accepts(value):
         raise ValueError(f"{key} is {value!r}, wanted {wanted}")

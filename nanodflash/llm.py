@@ -324,7 +324,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def _model_len(wanted: int | None, target: TargetConfig, device: torch.device) -> int:
     limit = target.max_position_embeddings
     if target.rope.rope_type == "dynamic":  # the base would change with the length beyond this
-        limit = target.rope.parameters.get("original_max_position_embeddings") or limit
+        limit = min(limit, target.rope.parameters.get("original_max_position_embeddings", limit))
     if wanted is None:
         return min(limit, CPU_MODEL_LEN) if device.type == "cpu" else limit
     check_int("max_model_len", wanted, 2, limit)

@@ -135,12 +135,9 @@ def test_qwen36_27b_drafter() -> None:
 # ---------------------------------------------------------------------- what both models share
 
 WHOLE = [key for key, value in vars(target()).items() if type(value) is int]
-GAP = pytest.mark.xfail(strict=True, reason="accepted, or refused without the key's name")
 
 
-def gaps(*values: Any) -> list[Any]:
-    """Values that should be refused by name and are not yet."""
-    return [pytest.param(value, marks=GAP) for value in values]
+ROTATIONS = ("partial_rotary_factor", "is_neox_style", "mrope_section")
 
 
 @pytest.mark.parametrize("which", MODELS)
@@ -161,18 +158,18 @@ class TestShared:
     def test_not_whole(self, which: str, key: str, value: Any) -> None:
         self.refuse(which, key, **{key: value})
 
-    @pytest.mark.parametrize("value", gaps(64.0, NAN, INF))
+    @pytest.mark.parametrize("value", [64.0, NAN, INF])
     def test_not_whole_either(self, which: str, value: Any) -> None:
         self.refuse(which, "hidden_size", hidden_size=value)
 
     @pytest.mark.parametrize(
         "value",
-        [0, 0.0, -1e-6, True, None, "1e-6", [1e-6], *gaps(NAN, INF)],
+        [0, 0.0, -1e-6, True, None, "1e-6", [1e-6], NAN, INF],
     )
     def test_eps(self, which: str, value: Any) -> None:
         self.refuse(which, "rms_norm_eps", rms_norm_eps=value)
 
-    @pytest.mark.parametrize("value", [None, *gaps(0, -1, NAN, INF, True, "x", [1])])
+    @pytest.mark.parametrize("value", [None, 0, -1, NAN, INF, True, "x", [1]])
     def test_theta(self, which: str, value: Any) -> None:
         self.refuse(which, "rope_theta", rope_theta=value)
 
@@ -228,8 +225,8 @@ class TestShared:
     @pytest.mark.parametrize("kind", ["longrope", "proportional", "su", "mrope", 5])
     @pytest.mark.parametrize("key", ["type", "rope_type"])
     def test_rope_type(self, which: str, kind: Any, key: str) -> None:
-        self.refuse(which, f"rope type {kind!r}", rope_scaling={key: kind, "factor": 2.0})
-        self.refuse(which, f"rope type {kind!r}", rope_parameters={key: kind, "factor": 2.0})
+        self.refuse(which, f"rope_type {kind!r}", rope_scaling={key: kind, "factor": 2.0})
+        self.refuse(which, f"rope_type {kind!r}", rope_parameters={key: kind, "factor": 2.0})
 
     @pytest.mark.parametrize(
         ("kind", "key"),
@@ -255,7 +252,7 @@ class TestShared:
         assert read(changed(base, rope_parameters=full)).rope.rope_type == kind
         self.refuse(which, key, rope_parameters=changed(full, **{key: ABSENT}))
 
-    @pytest.mark.parametrize("value", gaps(None, 0, "4", True, NAN))
+    @pytest.mark.parametrize("value", [None, 0, "4", True, NAN])
     def test_rope_factor(self, which: str, value: Any) -> None:
         self.refuse(which, "factor", rope_scaling={"type": "linear", "factor": value})
 
@@ -270,7 +267,7 @@ class TestShared:
         ],
     )
     def test_other_rotations(self, which: str, changes: dict[str, Any]) -> None:
-        self.refuse(which, "only rotate-half RoPE over the whole head", **changes)
+        self.refuse(which, f"({'|'.join(ROTATIONS)})", **changes)
 
     def test_whole_rotation(self, which: str) -> None:
         read, base = MODELS[which]
@@ -312,7 +309,7 @@ def test_rope_spellings(changes: dict[str, Any]) -> None:
     ],
 )
 def test_target_refuses_windows(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="use_sliding_window"):
+    with pytest.raises(ValueError, match="use_sliding_window|layer_types"):
         target(**changes)
 
 
@@ -385,13 +382,13 @@ def test_taps_keep_their_order(value: list[int]) -> None:
     assert draft(dflash_config=nested(target_layer_ids=value)).target_layer_ids == tuple(value)
 
 
-@pytest.mark.parametrize("value", gaps("x", [1], 5))
+@pytest.mark.parametrize("value", ["x", [1], 5])
 def test_dflash_config_is_a_table(value: Any) -> None:
     with pytest.raises(ValueError, match=f"dflash_config .*{re.escape(repr(value))}"):
         draft(dflash_config=value)
 
 
-@pytest.mark.parametrize("window", [ABSENT, None, 0, -1, 4.0, "4", *gaps(True)])
+@pytest.mark.parametrize("window", [ABSENT, None, 0, -1, 4.0, "4", True])
 def test_window_is_needed(window: Any) -> None:
     with pytest.raises(ValueError, match=r"draft: .*sliding_window"):
         draft(layer_types=[SLIDING, FULL], sliding_window=window)
@@ -516,15 +513,17 @@ def test_engine_pages(length: int, block: int, page: int, pages: int) -> None:
 
 BAD_PARAMS: dict[str, list[Any]] = {
     "max_new_tokens": [*NOT_NUMBERS, 0, -1, 1.0],
-    "temperature": [*NOT_NUMBERS, -0.1, -1],
-    "top_k": [*NOT_NUMBERS, -1, 2.0],
+    "temperature": [*NOT_NUMBERS, -0.1, -1, 0.00009, 10001],
+    "top_k": [*NOT_NUMBERS, -1, 2.0, 2**31],
     "top_p": [*NOT_NUMBERS, 0, 0.0, -0.5, 1.0001, 2],
     "min_p": [*NOT_NUMBERS, -0.01, 1.0001, 2],
     "seed": [x for x in NOT_NUMBERS if x is not None] + [1.0, 2**64, -(2**63) - 1],
-    "stop": ["", ("",), ("a", ""), ("a", 5), (None,), b"x", *gaps(None, 5, True)],
+    "stop": ["", ("",), ("a", ""), ("a", 5), (None,), b"x", None, 5, True],
     "stop_token_ids": [
-        *((-1,), (1.0,), (True,), ("1",), "12", (None,), (NAN,)),
-        *gaps(None, 5, True),
+        *((-1,), (2**31,), (1.0,), (True,), ("1",), "12", (None,), (NAN,)),
+        None,
+        5,
+        True,
     ],
 }
 
@@ -547,7 +546,8 @@ def test_sampling_params(key: str, value: Any) -> None:
     [
         {"max_new_tokens": 1},
         {"temperature": 0, "top_p": 1, "min_p": 0},
-        {"temperature": 100.0, "top_p": 1e-30, "min_p": 1, "top_k": 10**6},
+        {"temperature": 1e-4, "top_k": 2**31 - 1},
+        {"temperature": 1e4, "top_p": 1e-30, "min_p": 1, "top_k": 10**6},
         {"seed": -(2**63)},
         {"seed": 2**64 - 1},
         {"seed": None},
