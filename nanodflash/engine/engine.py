@@ -4,8 +4,10 @@ Only that thread touches scheduler and device. Other threads put requests and ab
 inbox and take chunks out of their handle's queue.
 """
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
@@ -25,12 +27,14 @@ class RequestHandle:
         self._engine, self._sequence = engine, sequence
         self._chunks: SimpleQueue[Chunk | BaseException] = SimpleQueue()
         self._done = threading.Event()
+        self._notify: Callable[[], object] = lambda: None
 
     def put(self, item: Chunk | BaseException) -> None:
         """Hand a chunk, or what ended the request, to whoever reads. Called by the engine."""
         self._chunks.put(item)
         if isinstance(item, BaseException) or item.finish_reason is not None:
             self._done.set()
+        self._notify()
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come; the last one has a finish reason. Raises what ended the request."""
@@ -41,6 +45,29 @@ class RequestHandle:
             yield item
             if item.finish_reason is not None:
                 return
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """The same for asyncio; a reader that is cancelled ends the request."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            with suppress(RuntimeError):  # the loop may be gone before the request is
+                loop.call_soon_threadsafe(arrived.set)
+
+        self._notify = notify
+        try:
+            while True:
+                arrived.clear()  # before looking: what is put later sets it again
+                while not self._chunks.empty():
+                    item = self._chunks.get()
+                    if isinstance(item, BaseException):
+                        raise item
+                    yield item
+                    if item.finish_reason is not None:
+                        return
+                await arrived.wait()
+        finally:
+            self.abort()
 
     def result(self) -> Sequence:
         """Wait for the end; the sequence is then no longer the engine's. Raises as iterating."""

@@ -349,11 +349,12 @@ class World:
 
 def random_world(rng: random.Random) -> World:
     """Small sizes of everything: the edges meet at once."""
-    block, page, seqs = rng.randint(1, 6), rng.randint(1, 5), rng.randint(1, 4)
-    longest = rng.randint(4, 32)
+    block, page, seqs = rng.randint(1, 6), rng.randint(1, 5), rng.choice([1, 2, 3, 3, 4, 4])
+    longest = rng.randint(4, 40)
     alone = math.ceil((longest + block) / page)  # pages of one full sequence
     least = math.ceil((2 + block) / page)
-    pages = rng.choice([alone, alone, rng.randint(least, alone), rng.randint(alone, seqs * alone + 4)])
+    plenty = rng.randint(alone, seqs * alone + 4)
+    pages = rng.choice([alone, alone + 1, alone + rng.randint(0, alone), rng.randint(least, alone), plenty])
     config = EngineConfig(
         max_model_len=longest,
         block_size=block,
@@ -364,7 +365,7 @@ def random_world(rng: random.Random) -> World:
     )
     limit = rng.choice([longest + block, rng.randint(1, longest)])
     skill = rng.choice([0.0, 0.5, 0.8, 1.0])
-    vocab = rng.choice([3, 11, 20])
+    vocab = rng.choice([3, 11, 20, 20])
     return World(
         config, rng.random() < 0.7, limit, rng.choice([1, 2, 2]), vocab, skill, rng.getrandbits(32)
     )
@@ -374,11 +375,11 @@ def random_request(world: World, rng: random.Random, mixed: bool) -> None:
     longest = world.config.max_model_len
     world.add(
         stem=rng.choice([0, 0, 1, rng.randint(2, 9)]),
-        length=rng.randint(0, longest),
+        length=rng.choice([rng.randint(0, longest), rng.randint(0, longest // 3)]),
         tail=[rng.randrange(world.vocab) for _ in range(rng.choice([0, 0, 1, 3]))],
-        budget=rng.choice([1, rng.randint(1, longest), longest]),
-        stop=rng.choice([None, rng.randint(0, longest)]),
-        host_stop=rng.choice([0, 0, 0, rng.randint(1, longest)]),
+        budget=rng.choice([1, rng.randint(1, longest), longest, longest]),
+        stop=rng.choice([None, None, rng.randint(0, longest)]),
+        host_stop=rng.choice([0, 0, 0, 0, rng.randint(1, longest)]),
         host_error=rng.choice([0] * 12 + [rng.randint(1, longest)]),
         speculate=not mixed or rng.random() < 0.6,
         seed=rng.choice([0, 0, rng.getrandbits(40)]),
@@ -388,7 +389,7 @@ def random_request(world: World, rng: random.Random, mixed: bool) -> None:
 
 def drive(world: World, rng: random.Random) -> None:
     """One schedule: actions at random until all requests have come, then to the end."""
-    left, mixed = rng.randint(1, 8), rng.random() < 0.5
+    left, mixed = rng.randint(1, 14), rng.random() < 0.5
     add, abort = rng.choice([0.1, 0.3, 0.9]), rng.choice([0.0, 0.03, 0.1])
     fail, eager = rng.choice([0.0, 0.0, 0.03]), rng.random()
     while left or (world.scheduler.busy and rng.random() < 0.995):
