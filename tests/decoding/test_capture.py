@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit import make_draft, make_target
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kit import make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.cycle import (

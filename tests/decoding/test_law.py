@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-import oracle
 import pytest
 import torch
-from kit import make_draft, make_target
 from torch import Tensor
 
+import oracle
+from kit import make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import EngineConfig
 from nanodflash.decoding import cycle
@@ -141,9 +141,7 @@ def sample(name: str, width: int, proposals: Tensor | None = None) -> tuple[Tens
 def admit(decoder: Decoder, name: str, first: int) -> Tensor:
     """The same prompt in every slot, seeds first, first + 1, ...; prefilled once and copied."""
     state, slots = decoder.state, torch.arange(CHUNK)
-    state.admit(
-        0, PROMPT, SAMPLINGS[name], budget=NEW, seed=0, stop_ids=(), epoch=0, draft_limit=6
-    )
+    state.admit(0, PROMPT, SAMPLINGS[name], budget=NEW, seed=0, stop_ids=(), epoch=0, draft_limit=6)
     state.set_pages(0, 0, [1])
     facts = Facts(1, "sampled", True, 10)
     prefill_step(decoder, [Span(0, 0, len(PROMPT), last=False)], slots[:0], facts)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import kit
-import oracle
 import pytest
 import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 
+import kit
+import oracle
 from nanodflash import LLM, SamplingParams
 from nanodflash.checkpoint import load_model, open_checkpoint, save_model
 from nanodflash.config import TargetConfig
@@ -63,7 +63,9 @@ def save_words(folder: Path) -> None:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
     backend.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}{{ 'z1' if enable_thinking else 'z2' }}"
+    template = (
+        "{% for m in messages %}{{ m.content }} {% endfor %}{{ 'z1' if enable_thinking else 'z2' }}"
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
 
@@ -135,8 +137,9 @@ class Scripted:
         return self.script(tokens, length)
 
     def prepare(self, prompt: Sequence[int], params: SamplingParams, pattern: str) -> None:
-        """Propose the oracle's text, spoiled by the pattern, from now on."""
-        count = min(params.max_new_tokens, self.llm.config.max_model_len - len(prompt))
+        """Propose the oracle's text, spoiled by the pattern, from now on; past the budget too."""
+        room = self.llm.config.max_model_len - len(prompt)
+        count = min(params.max_new_tokens, room) + self.size
         text = [*prompt, *self.expect.ids(prompt, params, count)]
         self.script, self.calls = kit.Script(text, self.size, pattern), 0
 

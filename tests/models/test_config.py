@@ -309,7 +309,7 @@ def test_rope_spellings(changes: dict[str, Any]) -> None:
     ],
 )
 def test_target_refuses_windows(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="use_sliding_window|layer_types"):
+    with pytest.raises(ValueError, match=r"use_sliding_window|layer_types"):
         target(**changes)
 
 

@@ -1,0 +1,130 @@
+"""Prompts: what is taken, what is refused with one line, and that nothing runs before that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanodflash import SamplingParams
+
+FEW = SamplingParams(max_new_tokens=3)
+V = 320
+BAD: dict[str, tuple[Any, str]] = {
+    "empty list": ([], "empty"),
+    "empty tuple": ((), "empty"),
+    "empty text": ("", "empty|tokenizer"),
+    "negative id": ([3, -1], "-1"),
+    "id past the table": ([V, 3], str(V)),
+    "huge id": ([2**63], str(2**63)),
+    "bool": ([3, True], "True"),
+    "fraction": ([1.5, 3], "1.5"),
+    "whole fraction": ([3, 2.0], "2.0"),
+    "text among ids": ([3, "5"], "'5'"),
+    "none": ([3, None], "None"),
+    "nested": ([[3, 4]], r"\[3, 4\]"),
+}
+
+
+@pytest.fixture(scope="module")
+def counted(pair: Any, scripted: Callable[..., Any]) -> tuple[Any, Any]:
+    """An LLM with a tokenizer and one without, and a block of 4 each."""
+    return scripted(4, model=pair.worded).llm, scripted(4).llm
+
+
+@pytest.fixture
+def untouched(counted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The two LLMs, on which any run fails the test."""
+
+    def run(*_: Any) -> Any:
+        raise AssertionError("a request was run")
+
+    for llm in counted:
+        monkeypatch.setattr(llm.engine, "run", run)
+    return counted
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_prompt_is_refused(untouched: Any, no_leak: Any, name: str) -> None:
+    prompt, told = BAD[name]
+    for llm in untouched:
+        with pytest.raises(ValueError, match=told):
+            llm.stream(prompt, FEW)
+        for prompts in ([prompt], [[5, 6], prompt], [prompt, [5, 6]], [[5], [6], prompt, [7]]):
+            with pytest.raises(ValueError, match=told):
+                llm.generate(prompts, FEW)
+        no_leak(llm)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True)) if reason else name
+        for name, reason in {
+            "empty text": "BUG: generate('') returns [] instead of refusing the prompt",
+            "negative id": "",
+            "id past the table": "",
+            "huge id": "",
+            "bool": "",
+            "fraction": "BUG: TypeError, 'float' object is not iterable",
+            "whole fraction": "BUG: TypeError, 'int' object is not iterable",
+            "text among ids": "BUG: TypeError, 'int' object is not iterable",
+            "none": "BUG: TypeError, 'int' object is not iterable",
+        }.items()
+    ],
+)
+def test_a_bad_prompt_alone(untouched: Any, name: str) -> None:
+    """`generate` takes one prompt without a list around it: the refusal is the same."""
+    prompt, told = BAD[name]
+    for llm in untouched:
+        with pytest.raises(ValueError, match=told):
+            llm.generate(prompt, FEW)
+
+
+def test_no_prompts_are_no_outputs(untouched: Any) -> None:
+    assert untouched[0].generate([], FEW) == []
+    assert untouched[0].generate((), FEW) == []
+
+
+def test_text_needs_a_tokenizer(untouched: Any) -> None:
+    for call in (
+        lambda: untouched[1].generate("a1 b1", FEW),
+        lambda: untouched[1].generate([[3], "a1 b1"], FEW),
+        lambda: untouched[1].stream("a1 b1", FEW),
+        lambda: untouched[1].chat([{"role": "user", "content": "a1"}], FEW),
+    ):
+        with pytest.raises(ValueError, match="tokenizer"):
+            call()
+
+
+def test_text_without_tokens_is_refused(untouched: Any) -> None:
+    for text in ("", "   ", "\n"):
+        with pytest.raises(ValueError, match="empty"):
+            untouched[0].generate([text], FEW)
+
+
+def test_other_prompts_go_on_after_a_refusal(scripted: Any, expect: Any) -> None:
+    engine = scripted(4)
+    with pytest.raises(ValueError, match="empty"):
+        engine.llm.generate([[3], []], FEW)
+    assert engine.run([3], FEW).token_ids == expect([3], FEW)[0]
+
+
+@pytest.mark.parametrize("prompt", [[0], [V - 1], (5, 6), range(4), [7] * 30])
+def test_prompts_that_are_taken(open_llm: Any, expect: Any, prompt: Any) -> None:
+    llm = open_llm()
+    for out in (*llm.generate(prompt, FEW), *llm.generate([prompt], FEW)):
+        assert out.token_ids == expect(prompt, FEW)[0]
+        assert out.metrics.prompt_tokens == len(prompt)
+
+
+def test_text_is_its_tokens(pair: Any, open_llm: Any, expect: Any) -> None:
+    llm = open_llm(pair.worded)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    for out in (*llm.generate("b0 d0 a1", params), *llm.generate(["b0 d0 a1"], params)):
+        assert out.token_ids == expect([1, 3, 26], params)[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_params_for_each_prompt(open_llm: Any, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} params for 2 prompts"):
+        open_llm().generate([[3], [4]], [FEW] * count)
