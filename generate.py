@@ -3,22 +3,22 @@
     python generate.py                        the bundled pair, on prompts of its domain
     python generate.py "One cup costs 3 dollars. What do 4 cups cost?"
     python generate.py --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --chat
+    python generate.py --prompt-file prompts.jsonl --jsonl > outputs.jsonl
 
 Texts go to stdout, everything beside them to stderr. Exit codes: 2 for bad input, 1 for another
-failure, 130 when interrupted.
+failure, 130 when interrupted: what is there by then is shown.
 """
 
 import argparse
 import io
-import json
 import os
 import sys
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, fields
 from typing import NoReturn
 
-from nanodflash.cli import Screen, complain, converse, decode, make_requests
-from nanodflash.config import SamplingParams
+from nanodflash.cli import Screen, complain, converse, decode, is_terminal
+from nanodflash.config import EngineConfig, SamplingParams
+from nanodflash.requests import Request, lay_out, read_requests
 
 # Problems of nanodflash/train, held out of the bundled pair's training.
 PROMPTS = (
@@ -31,6 +31,7 @@ PROMPTS = (
     "Write a Python function count_below(items) that returns how many elements of the list are "
     "less than 28.",
 )
+INTERRUPTED = 130
 UNTRAINED = "the public Qwen3-4B/8B drafters were trained without thinking: expect a lower tau"
 
 
@@ -48,6 +49,12 @@ def make_parser() -> Parser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("prompt", nargs="?", help="default: a few word problems")
     parser.add_argument("--prompt-file", metavar="FILE", help="one prompt a line; - is stdin")
+    parser.add_argument(
+        "--jsonl",
+        action="store_true",
+        help='objects a line, in the file and on stdout: {"prompt": TEXT} or {"messages": [...]}, '
+        "and any of the library's SamplingParams",
+    )
     parser.add_argument("--chat", action="store_true", help="a conversation, line by line")
 
     models = parser.add_argument_group("models")
@@ -57,6 +64,9 @@ def make_parser() -> Parser:
     models.add_argument("--draft-revision", metavar="REVISION", help="the same of the drafter")
     models.add_argument("--block-size", type=int, metavar="S", help="at most the drafter's")
     models.add_argument("--max-model-len", type=int, metavar="N", help="prompt and new tokens")
+    models.add_argument(
+        "--max-seqs", type=int, default=EngineConfig.max_seqs, metavar="N", help="that run at once"
+    )
     models.add_argument("--device", default="auto", help="auto, cpu or cuda")
     models.add_argument("--dtype", default="auto", help="auto, bf16, fp32 or fp64")
 
@@ -73,6 +83,11 @@ def make_parser() -> Parser:
         ("top_k", int, "%(default)s; 0 keeps all"),
         ("min_p", float, "%(default)s"),
         ("seed", int, "a fresh one for each prompt"),
+        ("repetition_penalty", float, "%(default)s; of prompt and output"),
+        ("presence_penalty", float, "%(default)s; of the output"),
+        ("frequency_penalty", float, "%(default)s; of the output"),
+        ("min_new_tokens", int, "%(default)s"),
+        ("logprobs", int, "for --json: of each token, and of X others"),
     ):
         flag, default = "--" + name.replace("_", "-"), getattr(SamplingParams, name)
         sampling.add_argument(flag, type=kind, default=default, metavar="X", help=told)
@@ -95,6 +110,10 @@ def check(args: argparse.Namespace) -> None:
         (args.chat and (prompt or file), "--chat and a prompt"),
         (args.chat and args.json, "--chat and --json"),
         (args.chat and args.compare, "--chat and --compare"),
+        (args.jsonl and prompt, "--jsonl and a prompt"),
+        (args.jsonl and args.chat, "--jsonl and --chat"),
+        (args.jsonl and args.json, "--jsonl and --json"),
+        (args.jsonl and args.compare, "--jsonl and --compare"),
         (args.raw and args.chat, "--raw and --chat"),
         (args.raw and args.system is not None, "--raw and --system"),
         (args.raw and args.thinking, "--raw and --thinking"),
@@ -102,6 +121,10 @@ def check(args: argparse.Namespace) -> None:
     ):
         if wrong:
             raise ValueError(f"{told} do not go together: leave one out")
+    if args.jsonl and not file:
+        raise ValueError("--jsonl needs --prompt-file: name the file, or - for stdin")
+    if args.logprobs is not None and not (args.json or args.jsonl):
+        raise ValueError("--logprobs needs --json or --jsonl, which show them")
     if args.compare and drafter(args) is None:
         raise ValueError("--compare needs a drafter: name one with --draft")
 
@@ -113,37 +136,21 @@ def drafter(args: argparse.Namespace) -> str | None:
     return None if args.draft == "none" else args.draft
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts, as they are written."""
-    if args.prompt is not None:
-        return [args.prompt]
-    if args.prompt_file is None:
-        return list(PROMPTS)
-    stdin = args.prompt_file == "-"
-    name = "stdin" if stdin else args.prompt_file
-    if stdin and sys.stdin is None:
-        raise ValueError("stdin is closed: give --prompt-file a file")
-    try:
-        data = sys.stdin.buffer.read() if stdin else Path(args.prompt_file).read_bytes()
-        lines = data.decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
-    prompts = [line.removesuffix("\r") for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"{name} holds no prompt, wanted one a line")
-    return prompts
-
-
-def run(argv: list[str] | None) -> None:
-    """Read the flags, load the models, decode."""
+def run(argv: list[str] | None) -> int:
+    """Read the flags, load the models, decode; returns the exit code."""
     args = make_parser().parse_args(argv)
     check(args)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
-    same = {name: getattr(args, name) for name in names}
-    params = SamplingParams(stop=tuple(args.stop or ()), **same)
-    prompts = [] if args.chat else read_prompts(args)
+    names = [field.name for field in fields(SamplingParams) if field.name in args]
+    given = {name: getattr(args, name) for name in names}
+    params = SamplingParams(**given | {"stop": tuple(args.stop or ())})
+    if args.prompt_file is None:
+        prompts = PROMPTS if args.prompt is None else (args.prompt,)
+        requests = [Request({"prompt": prompt}, params) for prompt in prompts]
+    else:
+        requests = read_requests(args.prompt_file, params, args.jsonl)
+    # Where nobody watches the tokens come, many prompts run at once; a comparison is one by one.
+    watched = is_terminal(sys.stdout) and not (args.jsonl or args.json or args.quiet)
+    together = args.prompt_file is not None and not (watched or args.compare)
     draft = drafter(args)
     if args.quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -157,6 +164,7 @@ def run(argv: list[str] | None) -> None:
         dtype=args.dtype,
         block_size=args.block_size,
         max_model_len=args.max_model_len,
+        max_seqs=args.max_seqs,
         revision=args.revision,
         draft_revision=args.draft_revision,
     ) as llm:
@@ -164,18 +172,21 @@ def run(argv: list[str] | None) -> None:
             raise ValueError("this model brings no tokenizer: only the library takes token ids")
         plain = args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         colour = draft is not None and not plain
-        screen = Screen(llm.tokenizer, colour=colour, muted=args.json, quiet=args.quiet)
+        muted = args.json or args.jsonl
+        screen = Screen(llm.tokenizer, colour, muted, args.quiet, args.jsonl)
         if args.thinking and draft is not None:
             screen.note(UNTRAINED)
         layout = {"system": args.system, "thinking": args.thinking}
         if args.chat:
-            return converse(llm, screen, params, **layout)
-        requests = make_requests(llm, screen, prompts, params, raw=args.raw, **layout)
-        outcome = decode(llm, screen, requests, args.compare)
+            converse(llm, screen, params, **layout)
+            return 0
+        requests = lay_out(llm, screen.note, requests, raw=args.raw, **layout)
+        outcome = decode(llm, screen, requests, args.compare, together)
+        code = INTERRUPTED if outcome.interrupted else 0
         if not args.json:
             for line in outcome.lines():
                 screen.note(line)
-            return None
+            return code
         about = {
             "model": args.model,
             "draft": draft,
@@ -184,7 +195,8 @@ def run(argv: list[str] | None) -> None:
             "block_size": llm.config.block_size,
             "params": asdict(params),
         }
-        print(json.dumps(about | outcome.as_dict()), flush=True)
+        screen.write(about | outcome.as_dict())
+        return code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,9 +204,9 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        run(argv)
+        return run(argv)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader has had enough, as `head` has
         return 0
     except ValueError as error:
@@ -203,7 +215,6 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, RuntimeError, MemoryError, ImportError) as error:
         complain(error)
         return 1
-    return 0
 
 
 def drop_unwritten() -> None:

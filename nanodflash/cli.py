@@ -3,23 +3,28 @@
 Texts go to stdout, everything beside them to stderr. No torch before a model is there.
 """
 
-import secrets
+import json
+import signal
 import sys
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanodflash.config import SamplingParams
-from nanodflash.engine.metrics import Metrics
+from nanodflash.requests import Outcome, Request, conversation, tell
 
 if TYPE_CHECKING:
-    from nanodflash.engine.sequence import Chunk
+    from nanodflash.engine.engine import RequestHandle
+    from nanodflash.engine.sequence import Chunk, Sequence
     from nanodflash.llm import LLM, GenerationOutput
     from nanodflash.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 8
+PROGRESS_EVERY, PROGRESS_WIDTH = 0.5, 78  # seconds, columns
 ACCEPTED, OWN, RESET = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 LEGEND = f"{ACCEPTED}proposed by the drafter{RESET}, {OWN}the target's own{RESET}"
 # A text must not drive the terminal: control characters but \t and \n become pictures.
@@ -35,11 +40,15 @@ class Screen:
         colour:    tell accepted tokens from the target's own, on a terminal.
         muted:     show no texts.
         quiet:     show no notes.
+        jsonl:     show a line of JSON for each output.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", colour: bool, muted: bool, quiet: bool) -> None:
-        self.tokenizer, self.muted, self.quiet = tokenizer, muted, quiet
+    def __init__(
+        self, tokenizer: "Tokenizer", colour: bool, muted: bool, quiet: bool, jsonl: bool = False
+    ) -> None:
+        self.tokenizer, self.muted, self.quiet, self.jsonl = tokenizer, muted, quiet, jsonl
         self.terminal = is_terminal(sys.stdout)
+        self._drawn = 0.0  # when the progress line was; 0 while there is none
         self.colour = colour and self.terminal and not muted
         if self.colour and is_terminal(sys.stderr):
             self.note(LEGEND)
@@ -47,7 +56,42 @@ class Screen:
     def note(self, line: str) -> None:
         """Show a line beside the texts."""
         if not self.quiet:
+            self._wipe()
             print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wipe()
+
+    def progress(self, sequences: "list[Sequence]", began: float) -> None:
+        """Show how far requests are, on a terminal, in a line that the next one replaces."""
+        now = time.perf_counter()
+        if self.quiet or not is_terminal(sys.stderr) or now < self._drawn + PROGRESS_EVERY:
+            return
+        self._drawn = now
+        phases = Counter(sequence.phase.name for sequence in sequences)  # they go on meanwhile
+        done, waiting = phases["FINISHED"], phases["WAITING"]
+        tokens = sum(len(s.token_ids) for s in sequences)
+        cycles = sum(s.metrics.cycles for s in sequences)
+        decoded = tokens - sum(bool(s.token_ids) for s in sequences)
+        line = f"{done}/{len(sequences)} done, {len(sequences) - done - waiting} running, "
+        line += f"{waiting} waiting, {tokens / (now - began):,.0f} tokens/s"
+        if cycles and any(sequence.speculate for sequence in sequences):
+            line += f", tau {decoded / cycles:.2f}"
+        print(f"\r{line:{PROGRESS_WIDTH}s}", end="", file=sys.stderr, flush=True)
+
+    def write(self, told: dict[str, Any]) -> None:
+        """Show a line of JSON."""
+        if self.terminal:
+            self._wipe()
+        print(json.dumps(told), flush=True)
+
+    def _wipe(self) -> None:
+        if self._drawn:
+            print(f"\r{'':{PROGRESS_WIDTH}s}\r", end="", file=sys.stderr, flush=True)
+            self._drawn = 0.0
 
     def show(self, stream: "Iterator[Chunk]") -> "GenerationOutput":
         """Run a request and show its text as it comes."""
@@ -66,7 +110,7 @@ class Screen:
                 if self.colour:
                     for token, accepted in zip(chunk.token_ids, chunk.accepted, strict=True):
                         flags.extend([accepted] * len(decoder.push([token])))
-                    text = _paint(text, flags, chunk.accepted[-1])
+                    text = _paint(text, flags, any(chunk.accepted[-1:]))
                 begun = True
                 print(text, end="", flush=True)
                 yield chunk
@@ -93,115 +137,112 @@ def drain(stream: "Iterator[Chunk]") -> "GenerationOutput":
     assert reason is not None, "the last chunk brings no reason"
     assert metrics is not None, "the last chunk brings no metrics"
     ids = [token for chunk in chunks for token in chunk.token_ids]
-    return GenerationOutput("".join(chunk.text for chunk in chunks), ids, reason, metrics)
+    text = "".join(chunk.text for chunk in chunks)
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs or ()]
+    return GenerationOutput(text, ids, reason, metrics, logprobs or None)
 
 
-class Request(NamedTuple):
-    """A prompt as the user wrote it, as the model reads it, and its parameters."""
+class Interrupt:
+    """Within it, Ctrl-C ends the requests, each with what it has. A second one raises, as ever."""
 
-    prompt: str
-    text: str
-    params: SamplingParams
+    def __init__(self) -> None:
+        self.came = False
+        self._handles: list[RequestHandle] = []
+        self._before = signal.getsignal(signal.SIGINT)
+        # Who ignores it, in the background of a script, or handles it goes on to do so.
+        here = current_thread() is main_thread()
+        self._usable = here and self._before is signal.default_int_handler
+
+    def watch(self, handle: "RequestHandle") -> "RequestHandle":
+        """Add a request."""
+        self._handles.append(handle)
+        if self.came:
+            handle.abort()
+        return handle
+
+    def __enter__(self) -> "Interrupt":
+        if self._usable:
+            signal.signal(signal.SIGINT, self._end)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._usable:
+            signal.signal(signal.SIGINT, self._before)
+        for handle in self._handles:  # whatever ended it
+            handle.abort()
+
+    def _end(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        self.came = True
+        for handle in self._handles:
+            handle.abort()
 
 
-def make_requests(
+def decode(
     llm: "LLM",
     screen: Screen,
-    prompts: list[str],
-    params: SamplingParams,
-    *,
-    raw: bool,
-    system: str | None,
-    thinking: bool,
-) -> list[Request]:
-    """Lay the prompts out. One that is sampled gets a seed, so that it can be decoded again."""
-    if screen.tokenizer.chat_template is None and not (raw or system is not None or thinking):
-        screen.note("this model has no chat template: prompts are decoded raw")
-        raw = True
-    requests = []
-    for prompt in prompts:
-        messages = [*_opening(system), {"role": "user", "content": prompt}]
-        text = prompt if raw else llm.render(messages, thinking)
-        fresh = params.seed is None and params.temperature > 0
-        seeded = replace(params, seed=secrets.randbits(32)) if fresh else params
-        requests.append(Request(prompt, text, seeded))
-    return requests
+    requests: list[Request],
+    compare: bool = False,
+    together: bool = False,
+) -> Outcome:
+    """Run the requests, one after the other or all at once; their outputs come in order.
 
+    Args:
+        compare: run each again without the drafter, one at a time.
+    """
+    sequences = [_prepare(llm, request) for request in requests]  # refused before any is run
+    outcome, began = Outcome(requests, speculated=_speculates(llm)), time.perf_counter()
+    with Interrupt() as interrupt, screen:
 
-@dataclass
-class Outcome:
-    """What came of requests: their outputs, with --compare also those without the drafter."""
+        def start(sequence: "Sequence") -> "RequestHandle":
+            return interrupt.watch(llm.engine.submit(sequence))
 
-    requests: list[Request]
-    speculated: bool
-    outputs: "list[GenerationOutput]" = field(default_factory=list)
-    plain: "list[GenerationOutput]" = field(default_factory=list)
-
-    @property
-    def tau(self) -> float | None:
-        """Of the speculative runs; None if there was no cycle of that kind."""
-        metrics = _total(self.outputs)
-        return metrics.tau if self.speculated and metrics.cycles else None
-
-    @property
-    def speed_up(self) -> float | None:
-        """Ratio of the decoding speeds, None where one was not measured."""
-        fast, slow = (_total(runs).tokens_per_second for runs in (self.outputs, self.plain))
-        return fast / slow if fast and slow else None
-
-    @property
-    def num_different(self) -> int:
-        """Prompts whose ids depend on the drafter."""
-        pairs = zip(self.outputs, self.plain, strict=True)
-        return sum(output.token_ids != plain.token_ids for output, plain in pairs)
-
-    def lines(self) -> Iterator[str]:
-        """The closing lines."""
-        tau = "-" if self.tau is None else f"{self.tau:.2f}"
-        yield f"{_count(self.outputs)} tokens, tau {tau}, {_speed(self.outputs)} tokens/s"
-        if self.plain:
-            ratio = "-" if self.speed_up is None else f"{self.speed_up:.1f}x"
-            different = f"differ in {self.num_different} of {len(self.plain)} prompts"
-            same = different if self.num_different else "identical"
-            yield f"plain {_speed(self.plain)} tokens/s, speed-up {ratio}, tokens {same}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        told: dict[str, Any] = {"tau": self.tau}
-        if self.plain:
-            told["speedup"], told["identical"] = self.speed_up, not self.num_different
-            told["baseline"] = _totals(self.plain)
-        told["totals"] = _totals(self.outputs)
-        told["outputs"] = [
-            {
-                "prompt": request.prompt,
-                "seed": request.params.seed,
-                "text": output.text,
-                "token_ids": output.token_ids,
-                "finish_reason": output.finish_reason,
-                "metrics": output.metrics.as_dict(),
-            }
-            for request, output in zip(self.requests, self.outputs, strict=True)
-        ]
-        return told
-
-
-def decode(llm: "LLM", screen: Screen, requests: list[Request], compare: bool = False) -> Outcome:
-    """Run the requests, each again without the drafter to compare."""
-    streams = [llm.stream(r.text, r.params) for r in requests]  # refused before any is run
-    if compare:  # what only a first run costs is to fall on neither
-        text, params = requests[0].text, requests[0].params
-        short = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
-        for speculate in (True, False):
-            drain(llm.stream(text, short, speculate))
-    outcome = Outcome(requests, speculated=_speculates(llm))
-    for request, stream in zip(requests, streams, strict=True):
-        if len(requests) > 1 and not screen.muted:
-            screen.note(f"> {request.prompt.translate(VISIBLE)}")
-        outcome.outputs.append(screen.show(stream))
-        if compare:
-            outcome.plain.append(drain(llm.stream(request.text, request.params, False)))
+        if compare:  # what only a first run costs is to fall on neither
+            params = requests[0].params
+            tokens = min(WARM_UP_TOKENS, params.max_new_tokens)
+            least = min(tokens, params.min_new_tokens)
+            params = replace(params, max_new_tokens=tokens, min_new_tokens=least)
+            for speculate in (True, False):
+                drain(iter(start(_prepare(llm, requests[0]._replace(params=params), speculate))))
+        handles: Iterator[RequestHandle] = map(start, sequences)
+        if together:
+            handles = iter(list(handles))
+        for request, sequence in zip(requests, sequences, strict=True):
+            if interrupt.came and not (sequence.token_ids or screen.jsonl):
+                break  # nor has any after it begun
+            handle = next(handles)
+            if len(requests) > 1 and not screen.muted:
+                screen.note(f"> {request.asked['prompt'].translate(VISIBLE)}")
+            stream = _watched(screen, handle, sequences, began) if together else iter(handle)
+            output = screen.show(stream)
+            if compare:
+                plain = drain(iter(start(_prepare(llm, request, speculate=False))))
+                if interrupt.came:
+                    break  # half a pair compares nothing
+                outcome.plain.append(plain)
+            outcome.outputs.append(output)
+            if screen.jsonl:
+                screen.write({"index": len(outcome.outputs) - 1} | tell(request, output))
+    outcome.seconds = time.perf_counter() - began if together else None
+    outcome.interrupted = interrupt.came
     return outcome
+
+
+def _prepare(llm: "LLM", request: Request, speculate: bool = True) -> "Sequence":
+    """Check a request; nothing is run for it yet."""
+    try:
+        return llm._sequence(request.text, request.params, speculate)
+    except ValueError as error:
+        raise ValueError(f"{request.where}{error}") from error
+
+
+def _watched(
+    screen: Screen, handle: "RequestHandle", sequences: "list[Sequence]", began: float
+) -> "Iterator[Chunk]":
+    """The chunks of a request; the first in line has one a step, so they beat the time."""
+    for chunk in handle:
+        screen.progress(sequences, began)
+        yield chunk
 
 
 def converse(
@@ -216,25 +257,24 @@ def converse(
             import readline  # noqa: F401 (`input` then edits lines and remembers them)
         except ImportError:  # Windows has none
             pass
-    history = start = _opening(system)
+    history: list[dict[str, Any]] = []
     while (line := _read_line(screen)) not in (None, "/exit"):
         if line == "/reset":
-            history = start
+            history = []
         elif line:
             asked = [*history, {"role": "user", "content": line}]
             try:
-                request = Request(line, llm.render(asked, thinking), params)
+                text = llm.render(conversation({"messages": asked}, system), thinking)
+                request = Request({"prompt": line}, params, text=text)
                 outcome = decode(llm, screen, [request])
             except (ValueError, RuntimeError, MemoryError) as error:
                 complain(error)
                 continue
+            if outcome.interrupted:
+                raise KeyboardInterrupt
             history = [*asked, {"role": "assistant", "content": outcome.outputs[0].text}]
             for note in outcome.lines():
                 screen.note(note)
-
-
-def _opening(system: str | None) -> list[dict[str, Any]]:
-    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def _read_line(screen: Screen) -> str | None:
@@ -265,20 +305,3 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def _speculates(llm: "LLM") -> bool:
     return llm.config.block_size > 1
-
-
-def _total(outputs: "list[GenerationOutput]") -> Metrics:
-    return sum((output.metrics for output in outputs), Metrics())
-
-
-def _count(outputs: "list[GenerationOutput]") -> int:
-    return sum(len(output.token_ids) for output in outputs)
-
-
-def _totals(outputs: "list[GenerationOutput]") -> dict[str, Any]:
-    return {"tokens": _count(outputs)} | _total(outputs).as_dict()
-
-
-def _speed(outputs: "list[GenerationOutput]") -> str:
-    speed = _total(outputs).tokens_per_second
-    return f"{speed:.1f}" if 0 < speed < 10 else f"{speed:.0f}"

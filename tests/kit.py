@@ -4,7 +4,7 @@ Weights have standard deviation 0.3: at 0.02 greedy text repeats one or two toke
 tests have no power.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from nanodflash.checkpoint import save_model
-from nanodflash.config import DraftConfig, TargetConfig
+from nanodflash.config import DraftConfig, EngineConfig, SamplingParams, TargetConfig
+from nanodflash.decoding.cycle import Decoder, Result, prefill_step
+from nanodflash.decoding.plan import Admission, Facts, Span
+from nanodflash.decoding.state import DeviceState
+from nanodflash.engine.runner import Runner
+from nanodflash.engine.scheduler import Scheduler
+from nanodflash.engine.sequence import Sequence as HostSequence
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 
@@ -96,3 +102,77 @@ class Script:
         right = self.text[position.clamp(max=len(self.text) - 1)]
         spoiled = self.spoil(position, self.places)
         return torch.where(spoiled, (right + 1).remainder(self.vocab), right)
+
+
+def admit(
+    state: DeviceState,
+    slot: int,
+    ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    budget: int,
+    draft_limit: int,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    epoch: int = 1,
+    pages: Sequence[int] = (),
+) -> None:
+    """A fresh request into a slot."""
+    state.admit(
+        Admission(
+            slot=slot,
+            epoch=epoch,
+            ids=ids,
+            prompt_len=len(ids),
+            params=params,
+            budget=budget,
+            seed=seed,
+            stop_ids=stop_ids,
+            draft_limit=draft_limit,
+            pages=pages,
+        )
+    )
+
+
+def prefill(decoder: Decoder, spans: Sequence[Span], facts: Facts) -> Result | None:
+    """`prefill_step` with the slots that its spans name."""
+    ready = [span for span in spans if span.last]
+    slots = (torch.tensor([s.slot for s in some], dtype=torch.int64) for some in (ready, ready))
+    return prefill_step(decoder, spans, *slots, facts)
+
+
+class Alone:
+    """Scheduler and runner in the caller's thread, one request at a time."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+        draft, self.config = decoder.draft, config
+        limit = draft.config.max_position_embeddings if draft else config.max_model_len
+        self.runner = Runner(decoder)
+        self.chunks: list[Any] = []
+        self.scheduler = Scheduler(
+            config,
+            min(limit, config.max_model_len),
+            draft is not None,
+            lambda _, chunk: self.chunks.append(chunk),
+        )
+
+    def run(self, engine_sequence: HostSequence) -> Iterator[Any]:
+        """Chunks of a request; at the last one its slot and pages are given back already."""
+        self.scheduler.add(engine_sequence)
+        while engine_sequence.finish_reason is None:
+            plan = self.scheduler.plan()
+            assert plan is not None
+            results = self.runner.run(plan)
+            self.scheduler.commit(results.finals, results.rows, results.logprobs)
+            self.scheduler.check()
+            yield from self.chunks
+            self.chunks.clear()
+
+    def reserve(self, sequence: HostSequence, tokens: int) -> None:
+        """Hold pages for `tokens` tokens now, as the next plan would."""
+        missing = -(-tokens // self.config.page_size) - len(sequence.pages)
+        if missing > 0:
+            fresh = self.scheduler.pages.allocate(missing)
+            state = self.runner.decoder.state
+            state.set_pages(sequence.slot, len(sequence.pages), fresh)
+            sequence.pages += fresh

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 import kit
+from nanodflash.llm import LLM
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
@@ -53,3 +54,16 @@ def pair(tmp_path_factory) -> Pair:
     write_tokenizer(target, TEMPLATE)
     write_tokenizer(untemplated, None)
     return Pair(target, draft, mute, untemplated)
+
+
+@pytest.fixture(scope="session")
+def llm(pair):
+    with LLM(pair.target, pair.draft, dtype="fp64") as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")

@@ -21,11 +21,12 @@ import pytest
 import generate
 import kit
 from nanodflash import llm as library
-from nanodflash.cli import ACCEPTED, OWN, RESET, Outcome, Screen
+from nanodflash.cli import ACCEPTED, OWN, RESET, Screen
 from nanodflash.config import SamplingParams
 from nanodflash.engine.metrics import Metrics
 from nanodflash.engine.sequence import Chunk
 from nanodflash.llm import LLM, GenerationOutput
+from nanodflash.requests import Outcome
 
 ROOT = Path(generate.__file__).parent
 SHORT = ("--max-new-tokens", "24")
@@ -35,19 +36,6 @@ INTERRUPTIBLE = (
     "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "sys.argv[0] = 'generate.py'; runpy.run_path('generate.py', run_name='__main__')"
 )
-
-
-@pytest.fixture(scope="module")
-def llm(pair):
-    with LLM(pair.target, pair.draft, dtype="fp64") as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
 
 
 def rendered(prompt: str) -> str:
@@ -157,6 +145,7 @@ def test_model_without_template_is_prompted_raw_with_a_hint(pair, llm, capsys):
 def test_sampling_flags_reach_the_library(pair, llm, capsys):
     text = text_of(llm, "hi")
     wanted = {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "seed": 2**64 - 1}
+    wanted |= {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2}
     flags = [x for k, v in wanted.items() for x in ("--" + k.replace("_", "-"), str(v))]
     assert generate.main(pair.flags("hi", "--raw", *SHORT, *flags)) == 0
     assert capsys.readouterr().out == text_of(llm, "hi", **wanted) + "\n" != text + "\n"
@@ -264,7 +253,7 @@ def test_one_token_gives_no_speeds(pair, capsys):
 
 def test_closing_lines_add_up_all_prompts():
     def output(ids, emitted, seconds):
-        metrics = Metrics(3, Counter(emitted), [1], [1], 1.0, seconds)
+        metrics = Metrics(prompt_tokens=3, emitted=Counter(emitted), decode_seconds=seconds)
         return GenerationOutput("", ids, "length", metrics)
 
     runs = [output([1] * 11, {5: 2}, 0.1), output([2] * 21, {10: 2}, 0.1)]
@@ -274,6 +263,8 @@ def test_closing_lines_add_up_all_prompts():
         "plain 7.5 tokens/s, speed-up 20.0x, tokens differ in 1 of 2 prompts",
     ]
     assert list(Outcome([], False, runs).lines()) == ["32 tokens, tau -, 150 tokens/s"]
+    at_once = Outcome([], True, runs, seconds=0.1)
+    assert list(at_once.lines()) == ["32 tokens, tau 7.50, 320 tokens/s"]
 
 
 # On a terminal
@@ -315,7 +306,8 @@ def test_colours_follow_the_tokens(llm, monkeypatch):
         Chunk("", a, [False]),
         Chunk("a", b + euro[:2], [True, True, True]),
         Chunk("b\u20ac", euro[2:], [False]),
-        Chunk("c", c, [True], "stop", Metrics()),
+        Chunk("c", c, [True]),
+        Chunk("", [], [], "abort", Metrics()),
     ]
     with terminal(monkeypatch) as seen:
         Screen(llm.tokenizer, colour=True, muted=False, quiet=True).show(iter(chunks))
@@ -425,6 +417,14 @@ BAD = [
     "--top-k=-1",
     "--min-p 2",
     "--seed 99999999999999999999",
+    "--repetition-penalty 0",
+    "--presence-penalty nan",
+    "--frequency-penalty x",
+    "--min-new-tokens 257",
+    "--logprobs 1",
+    "--logprobs 21 --json",
+    "--max-seqs 0",
+    "--jsonl",
     "--stop=",
     "--stop",
     "--device tpu",
@@ -460,7 +460,7 @@ def test_bad_input_is_one_line(pair, capsys, flags):
     check_refused(generate.main(pair.flags("hi", *flags.split())), capsys)
 
 
-@pytest.mark.parametrize("more", ["--json", "--compare", "--raw", "--prompt-file x"])
+@pytest.mark.parametrize("more", ["--json", "--compare", "--raw", "--prompt-file x", "--jsonl"])
 def test_chat_goes_with_nothing_else(pair, capsys, more):
     check_refused(generate.main(pair.flags("--chat", *more.split())), capsys, "--chat")
 
@@ -533,7 +533,7 @@ def test_interrupted_while_it_decodes(pair):
     rest, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (first + rest).endswith(b"\n")
-    assert err == b""
+    assert re.fullmatch(rb"\d+ tokens, tau \d\.\d\d, [\d.]+ tokens/s\n", err)
 
 
 def test_interrupted_while_it_loads(monkeypatch, capsys):

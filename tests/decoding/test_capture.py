@@ -16,22 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import kit
 from kit import make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.cycle import (
-    ACCEPTED,
-    EMITTED,
-    RAW_ACCEPTED,
-    Decoder,
-    Facts,
-    Span,
-    commit_step,
-    draft_step,
-    prefill_step,
-    verify_step,
-)
-from nanodflash.decoding.sampling import Sampler
+from nanodflash.decoding.cycle import Decoder, commit_step, draft_step, verify_step
+from nanodflash.decoding.plan import ACCEPTED, EMITTED, RAW_ACCEPTED, Facts, Sampler, Span
 
 SIZE, PAGE, LIMIT = 8, 4, 96
 WRITABLE = {"len", "anchor", "budget", "state", "tokens", "target_pool", "draft_pool"}
@@ -258,7 +248,9 @@ def admit(decoder: Decoder, sampler: Sampler) -> None:
     wanted = {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
     params = SamplingParams(**wanted) if sampler == "sampled" else SamplingParams()
     for slot, prompt in enumerate(PROMPTS):
-        decoder.state.admit(
+        count = LIMIT // PAGE
+        kit.admit(
+            decoder.state,
             slot,
             prompt,
             params,
@@ -267,16 +259,15 @@ def admit(decoder: Decoder, sampler: Sampler) -> None:
             stop_ids=[310],
             epoch=slot,
             draft_limit=LIMIT,
+            pages=range(1 + count * slot, 1 + count * (slot + 1)),
         )
-        count = LIMIT // PAGE
-        decoder.state.set_pages(slot, 0, range(1 + count * slot, 1 + count * (slot + 1)))
         span = Span(slot, 0, len(prompt), last=True)
-        prefill_step(decoder, [span], torch.tensor([slot]), Facts(1, sampler, True, LIMIT))
+        kit.prefill(decoder, [span], Facts(1, sampler, True, LIMIT))
 
 
 def registered(decoder: Decoder) -> dict[str, Tensor]:
     """Every tensor that was made when the engine was: what a graph may have baked in."""
-    tensors = dict(vars(decoder.state))
+    tensors = {k: v for k, v in vars(decoder.state).items() if v is not None}
     tensors |= {k: v for k, v in vars(decoder).items() if isinstance(v, Tensor)}
     for name in ("target", "draft"):
         model, pool = getattr(decoder, name), getattr(decoder, f"{name}_pool")
@@ -300,7 +291,7 @@ def one_cycle(
         inputs["proposals"] = proposals
 
     def verify_and_commit() -> Tensor:
-        return commit_step(decoder, slots, verify_step(decoder, slots, proposals, facts))
+        return commit_step(decoder, slots, verify_step(decoder, slots, proposals, facts)).record
 
     record, more = watched(inputs, WRITABLE, verify_and_commit)
     return record, proposals, trace + more

@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import kit
 import oracle
-from kit import PATTERNS, Script, make_draft, make_target
+from kit import PATTERNS, Alone, Script, make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.cycle import (
+from nanodflash.decoding.cycle import Decoder, Proposer, commit_step, draft_step, verify_step
+from nanodflash.decoding.kv_cache import KVPool, row_index
+from nanodflash.decoding.plan import (
     ACCEPTED,
     BUDGET,
     EMITTED,
@@ -29,18 +32,10 @@ from nanodflash.decoding.cycle import (
     RECORD,
     RUNNING,
     STOP,
-    Decoder,
     Facts,
-    Proposer,
     Span,
-    commit_step,
-    draft_step,
-    prefill_step,
-    verify_step,
 )
-from nanodflash.decoding.kv_cache import KVPool, row_index
 from nanodflash.decoding.state import ACTIVE, FINISHED
-from nanodflash.engine.engine import Engine
 from nanodflash.engine.sequence import Sequence
 
 LIMIT, NEW = 128, 24
@@ -114,14 +109,14 @@ def make_engine(
     proposer: Proposer | None = None,
     with_draft: bool = True,
     poison: bool = False,
-) -> Engine:
+) -> Alone:
     config = EngineConfig(
         max_model_len=LIMIT, block_size=size, page_size=page, max_prefill=chunk, max_seqs=2
     )
     decoder = Decoder(target(), draft() if with_draft else None, config, proposer)
     if poison:
         fill(decoder)
-    return Engine(decoder, config)
+    return Alone(decoder, config)
 
 
 def fill(decoder: Decoder, value: float = float("nan")) -> None:
@@ -234,7 +229,9 @@ def test_the_drafter_sees_no_unwritten_place(sampling: str) -> None:
         for _ in engine.run(sequence):
             batch = torch.tensor([sequence.slot])
             sampler = "greedy" if sampling == "greedy" else "sampled"
-            engine._reserve(sequence, len(sequence) + 8)
+            if sequence.finish_reason:
+                break
+            engine.reserve(sequence, len(sequence) + 8)
             facts = Facts(8, sampler, True, len(sequence) + 8)
             seen += draft_step(engine.runner.decoder, batch, facts).tolist()
         runs.append(seen)
@@ -291,10 +288,16 @@ def test_pools_hold_fresh_rows(pattern: str | None, size: int, chunk: int, page:
     sequence = make_sequence("plain", new=16)
     for step, _ in enumerate(engine.run(sequence)):
         ids = (prompt + sequence.token_ids)[:-1]
-        assert engine.runner.decoder.state.len[sequence.slot] == len(ids)
+        slot = slot_of(engine, sequence)
+        assert engine.runner.decoder.state.len[slot] == len(ids)
         if step < 4 or sequence.finish_reason:
-            check_pools(engine.runner.decoder, sequence.slot, ids)
+            check_pools(engine.runner.decoder, slot, ids)
     assert sequence.token_ids == text("plain")[:16]
+
+
+def slot_of(engine: Alone, sequence: Sequence) -> int:
+    """The slot of a request, or the one that it has just given back: its row is still there."""
+    return sequence.slot if sequence.slot >= 0 else engine.scheduler._slots[-1]
 
 
 def test_the_prefill_chunks_hold_fresh_rows() -> None:
@@ -303,7 +306,7 @@ def test_the_prefill_chunks_hold_fresh_rows() -> None:
         engine = make_engine(8, 4, chunk, poison=True)
         sequence = make_sequence("top_p", new=1)
         for _ in engine.run(sequence):
-            check_pools(engine.runner.decoder, sequence.slot, prompt)
+            check_pools(engine.runner.decoder, slot_of(engine, sequence), prompt)
         assert sequence.token_ids == text("top_p")[:1]
 
 
@@ -367,7 +370,9 @@ class Batch:
         for number, (slot, row) in enumerate(zip(self.slots, rows, strict=True)):
             params = SamplingParams(**SAMPLINGS[row.sampling])
             state = self.decoder.state
-            state.admit(
+            count = -(-(len(row.prompt) + row.budget + size) // page)
+            kit.admit(
+                state,
                 slot,
                 row.prompt,
                 params,
@@ -376,9 +381,8 @@ class Batch:
                 stop_ids=row.stop_ids,
                 epoch=100 + number,
                 draft_limit=LIMIT,
+                pages=[free.pop() for _ in range(count)],
             )
-            count = -(-(len(row.prompt) + row.budget + size) // page)
-            state.set_pages(slot, 0, [free.pop() for _ in range(count)])
         self.records: list[list[list[int]]] = [[] for _ in rows]
 
     def facts(self, width: int, speculate: bool = True) -> Facts:
@@ -399,11 +403,11 @@ class Batch:
             steps.setdefault(start if together else (number, start), []).append((number, span))
         for step in steps.values():
             ending = [number for number, span in step if span.last]
-            finals = torch.tensor([self.slots[number] for number in ending], dtype=torch.int64)
             facts = self.facts(1, speculate)
-            record = prefill_step(self.decoder, [span for _, span in step], finals, facts)
-            assert (record is None) == (not ending)
-            for number, line in zip(ending, [] if record is None else record.tolist(), strict=True):
+            result = kit.prefill(self.decoder, [span for _, span in step], facts)
+            assert (result is None) == (not ending)
+            lines = [] if result is None else result.record.tolist()
+            for number, line in zip(ending, lines, strict=True):
                 self.records[number].append(line)
 
     def cycle(self, width: int, speculate: bool = True) -> None:
@@ -412,7 +416,7 @@ class Batch:
         facts = self.facts(width, speculate)
         proposals = draft_step(self.decoder, slots, facts) if width > 1 else None
         verified = verify_step(self.decoder, slots, proposals, facts)
-        lines = commit_step(self.decoder, slots, verified).tolist()
+        lines = commit_step(self.decoder, slots, verified).record.tolist()
         for records, line in zip(self.records, lines, strict=False):
             records.append(line)
         for line in lines[len(self.rows) :]:

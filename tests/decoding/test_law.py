@@ -13,21 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import kit
 import oracle
 from kit import make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import EngineConfig
 from nanodflash.decoding import cycle
-from nanodflash.decoding.cycle import (
-    ACCEPTED,
-    Decoder,
-    Facts,
-    Span,
-    commit_step,
-    draft_step,
-    prefill_step,
-    verify_step,
-)
+from nanodflash.decoding.cycle import Decoder, commit_step, draft_step, verify_step
+from nanodflash.decoding.plan import ACCEPTED, Facts, Span
 from nanodflash.decoding.state import ACTIVE
 
 V, NEW, SIZE, SEEDS, CHUNK = 6, 3, 4, 20_000, 4_000
@@ -132,7 +125,7 @@ def sample(name: str, width: int, proposals: Tensor | None = None) -> tuple[Tens
         while decoder.state.budget.any():
             facts = Facts(width, "sampled", True, 10)
             proposed = draft_step(decoder, slots, facts) if width > 1 else None
-            record = commit_step(decoder, slots, verify_step(decoder, slots, proposed, facts))
+            record, _ = commit_step(decoder, slots, verify_step(decoder, slots, proposed, facts))
             accepted += int(record[:, ACCEPTED].sum())
         texts.append(decoder.state.tokens[:CHUNK, len(PROMPT) : len(PROMPT) + NEW].clone())
     return torch.cat(texts), accepted / SEEDS
@@ -141,14 +134,13 @@ def sample(name: str, width: int, proposals: Tensor | None = None) -> tuple[Tens
 def admit(decoder: Decoder, name: str, first: int) -> Tensor:
     """The same prompt in every slot, seeds first, first + 1, ...; prefilled once and copied."""
     state, slots = decoder.state, torch.arange(CHUNK)
-    state.admit(0, PROMPT, SAMPLINGS[name], budget=NEW, seed=0, stop_ids=(), epoch=0, draft_limit=6)
-    state.set_pages(0, 0, [1])
+    kit.admit(state, 0, PROMPT, SAMPLINGS[name], budget=NEW, draft_limit=6, pages=[1])
     facts = Facts(1, "sampled", True, 10)
-    prefill_step(decoder, [Span(0, 0, len(PROMPT), last=False)], slots[:0], facts)
+    kit.prefill(decoder, [Span(0, 0, len(PROMPT), last=False)], facts)
     assert decoder.draft_pool is not None
     for pool in (decoder.target_pool, decoder.draft_pool):
         pool.rows[:, 2:] = pool.rows[:, 1:2].clone()
-    for tensor in vars(state).values():
+    for tensor in filter(torch.is_tensor, vars(state).values()):
         tensor[1:CHUNK] = tensor[0].clone()
     state.page_table[:CHUNK, 0] = slots + 1
     state.seed[:CHUNK] = slots + first

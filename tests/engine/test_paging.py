@@ -15,11 +15,11 @@ STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 2**
 def test_any_order_of_allocate_and_release(
     num_pages: int, steps: list[tuple[bool, int, int]]
 ) -> None:
-    pool, held = PagePool(num_pages), []
+    pool, held = PagePool(num_pages, 4), []
     for take, count, place in steps:
         free = num_pages - 1 - len(held)
         if take and count > free:
-            told = f"wanted {count} pages, {free} of {num_pages - 1} are free"
+            told = f"wanted {count} pages, {free} of {num_pages - 1} are available"
             with pytest.raises(OutOfPages, match=told):
                 pool.allocate(count)
         elif take:
@@ -41,7 +41,7 @@ def test_any_order_of_allocate_and_release(
 
 @pytest.mark.parametrize("page", [0, 3, 4, 99, -1])
 def test_only_live_pages_can_be_released(page: int) -> None:
-    pool = PagePool(5)
+    pool = PagePool(5, 4)
     first, second = pool.allocate(2)
     assert {first, second} == {1, 2}
     with pytest.raises(KeyError):
@@ -53,10 +53,10 @@ def test_only_live_pages_can_be_released(page: int) -> None:
 
 
 def test_nothing_is_taken_when_there_is_too_little() -> None:
-    pool = PagePool(4)
+    pool = PagePool(4, 4)
     with pytest.raises(OutOfPages):
         pool.allocate(4)
     assert pool.allocate(0) == []
     assert len(pool.allocate(3)) == 3
-    with pytest.raises(OutOfPages, match="wanted 1 pages, 0 of 3 are free"):
+    with pytest.raises(OutOfPages, match="wanted 1 pages, 0 of 3 are available"):
         pool.allocate(1)

@@ -16,18 +16,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hashmodel import STAGES, Device, HashPool, StepFailed, reference
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 
+from hashmodel import STAGES, Device, HashPool, StepFailed, reference
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.plan import EPOCH, StepPlan
 from nanodflash.engine.scheduler import SAMPLERS, Scheduler
@@ -354,7 +353,9 @@ def random_world(rng: random.Random) -> World:
     alone = math.ceil((longest + block) / page)  # pages of one full sequence
     least = math.ceil((2 + block) / page)
     plenty = rng.randint(alone, seqs * alone + 4)
-    pages = rng.choice([alone, alone + 1, alone + rng.randint(0, alone), rng.randint(least, alone), plenty])
+    pages = rng.choice(
+        [alone, alone + 1, alone + rng.randint(0, alone), rng.randint(least, alone), plenty]
+    )
     config = EngineConfig(
         max_model_len=longest,
         block_size=block,

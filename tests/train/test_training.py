@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import kit
-import oracle
-from nanodflash import SamplingParams
+from nanodflash import LLM, SamplingParams
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.cycle import Decoder, Facts, Span, draft_step, prefill_step
+from nanodflash.decoding.cycle import Decoder, draft_step
+from nanodflash.decoding.plan import Facts, Span
 from nanodflash.train import loop
 from nanodflash.train.__main__ import main
 from nanodflash.train.answers import MAX_ANSWER, ROWS, SAMPLED_ONE_IN, own_answers
@@ -46,11 +46,8 @@ def test_a_training_block_is_the_block_of_decoding(pair, anchor: int) -> None:
     state = decoder.state
     params = SamplingParams(max_new_tokens=9)
     prompt = ids[:anchor]
-    state.admit(0, prompt, params, budget=9, seed=0, stop_ids=[], epoch=1, draft_limit=64)
-    state.set_pages(0, 0, range(1, 10))
-    prefill_step(
-        decoder, [Span(0, 0, anchor, True)], torch.tensor([0]), Facts(1, "greedy", True, 64)
-    )
+    kit.admit(state, 0, prompt, params, budget=9, draft_limit=64, pages=range(1, 10))
+    kit.prefill(decoder, [Span(0, 0, anchor, True)], Facts(1, "greedy", True, 64))
     state.anchor[0] = ids[anchor]
     proposals = draft_step(decoder, torch.tensor([0]), Facts(size, "greedy", True, 64))
     assert proposals[0].tolist() == trained.argmax(-1).tolist()
@@ -80,17 +77,17 @@ def test_loss_weighs_early_positions_more(pair) -> None:
     assert 1 <= mean_run(draft, target, blocks) <= 8
 
 
-def test_own_answers_are_the_targets() -> None:
-    target = kit.make_target()
+def test_own_answers_are_the_targets(tmp_path: Path) -> None:
+    target, _ = kit.save_pair(tmp_path, eos_token_id=list(range(0, 320, 20)))
     rng = random.Random(3)
     prompts = [[rng.randrange(320) for _ in range(rng.randrange(1, 9))] for _ in range(ROWS + 3)]
-    stops = list(range(0, 320, 20))
-    answers = own_answers(target, prompts, stops, seed=5)
-    params = SamplingParams(max_new_tokens=MAX_ANSWER, stop_token_ids=tuple(stops))
-    checked = [i for i in range(len(prompts)) if i % SAMPLED_ONE_IN][:4]
-    for i in checked:
-        assert answers[i][-1] in stops or len(answers[i]) == MAX_ANSWER
-        assert oracle.decode(target, prompts[i], params)[0][: len(answers[i])] == answers[i]
+    answers = own_answers(str(target), prompts, seed=5)
+    with LLM(target, None, dtype="fp32") as llm:
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            assert answer[-1] % 20 == 0 or len(answer) == MAX_ANSWER
+            if i % SAMPLED_ONE_IN and i < 9:
+                (alone,) = llm.generate(prompt, SamplingParams(MAX_ANSWER))
+                assert alone.token_ids == answer
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 16, 16)])
