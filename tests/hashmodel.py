@@ -210,7 +210,7 @@ class Device:
 
     def _propose(self, slot: Slot, width: int) -> list[int]:
         """Anchor and proposals; nothing behind a wrong one matters."""
-        ids = slot.tokens[: slot.len] + [slot.anchor]
+        ids = [*slot.tokens[: slot.len], slot.anchor]
         while len(ids) < slot.len + width and self.rng.random() < self.skill:
             ids.append(next_token(ids, slot.seed, self.vocab))
         while len(ids) < slot.len + width:

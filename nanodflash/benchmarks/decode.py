@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nanodflash import LLM, SamplingParams
+from nanodflash import LLM, GenerationOutput, SamplingParams
 from nanodflash.engine.metrics import Metrics
 from nanodflash.train import corpus
 
@@ -26,6 +26,13 @@ def prompt_set(llm: LLM, count: int) -> list[list[int]]:
     return [llm.tokenizer.encode(llm.render(chat)) for chat in chats]
 
 
+def one_by_one(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, speculate: bool = True
+) -> list[GenerationOutput]:
+    """Batch 1: a prompt only when the one before it has ended."""
+    return [llm.generate(prompt, params, speculate)[0] for prompt in prompts]
+
+
 def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) -> dict[str, Any]:
     """Decode with and without the drafter.
 
@@ -36,7 +43,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
     params = SamplingParams(max_new_tokens=max_new)
     runner = llm.engine.runner
     for speculate in (True, False):
-        llm.generate(prompts[:WARM_UP], params, speculate)
+        one_by_one(llm, prompts[:WARM_UP], params, speculate)
     samples: dict[str, list[dict[str, float]]] = {"speculative": [], "plain": []}
     tokens: dict[str, list[list[int]]] = {}
     metrics = Metrics()
@@ -45,7 +52,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
         for name in ("speculative", "plain") if turn % 2 == 0 else ("plain", "speculative"):
             runner.seconds.update(dict.fromkeys(runner.seconds, 0.0))
             began = time.perf_counter()
-            outputs = llm.generate(prompts, params, speculate=name == "speculative")
+            outputs = one_by_one(llm, prompts, params, speculate=name == "speculative")
             seconds = time.perf_counter() - began
             total = sum((o.metrics for o in outputs), Metrics())
             tokens[name] = [o.token_ids for o in outputs]
@@ -53,7 +60,8 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
             samples[name].append({"total": count / seconds, "decode": total.tokens_per_second})
             if name == "speculative":
                 metrics = total
-                cycle_ms = {k: 1e3 * v / total.cycles for k, v in runner.seconds.items()}
+                parts = {k: v for k, v in runner.seconds.items() if k != "prefill"}
+                cycle_ms = {k: 1e3 * v / total.cycles for k, v in parts.items()}
     return {
         "prompts": len(prompts),
         "prompt_set": fingerprint(prompts),
@@ -96,7 +104,7 @@ def run_peer(
         emitted = sum(len(ids) for ids, _ in outputs)
         theirs.append({"total": emitted / seconds})
         began = time.perf_counter()
-        mine = llm.generate(prompts, params)
+        mine = one_by_one(llm, prompts, params)
         seconds = time.perf_counter() - began
         ours.append({"total": sum(len(o.token_ids) for o in mine) / seconds})
         if turn == 0:

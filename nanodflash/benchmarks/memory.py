@@ -14,20 +14,30 @@ tensors = [*decoder.target.parameters(), *decoder.draft.parameters()]
 tensors += [decoder.target_pool.rows, decoder.draft_pool.rows]
 print(sum(t.numel() * t.element_size() for t in tensors))
 """
-PEAK = "\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+# VmHWM begins anew with a program; ru_maxrss would start at the size of the process that forked it.
+PEAK = """
+from pathlib import Path
+import resource, sys
+status = Path("/proc/self/status")
+if status.exists():
+    (line,) = (l for l in status.read_text().splitlines() if l.startswith("VmHWM"))
+    print(int(line.split()[1]) * 1024)
+else:
+    unit = 1 if sys.platform == "darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+"""
 
 
 def run_memory(model: str, draft: str) -> dict[str, Any]:
     """Mebibytes: a bare import of torch, weights and pools, the peak, and what is beyond both."""
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB elsewhere
     (bare,) = _numbers(IMPORT_ONLY + PEAK)
     needed, peak = _numbers(RUN.format(model=model, draft=draft) + PEAK)
     mib = 2**20
     return {
-        "torch_mib": bare * unit / mib,
+        "torch_mib": bare / mib,
         "weights_and_pools_mib": needed / mib,
-        "peak_mib": peak * unit / mib,
-        "beyond_mib": (peak * unit - bare * unit - needed) / mib,
+        "peak_mib": peak / mib,
+        "beyond_mib": (peak - bare - needed) / mib,
     }
 
 

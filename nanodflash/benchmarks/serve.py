@@ -68,7 +68,8 @@ def run_concurrency(
 def run_prefix(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
     """Milliseconds to the first token of a prompt of `length`, cold and with its prefix cached."""
     params = SamplingParams(max_new_tokens=1)
-    cold, hit = [], []
+    cold: list[float] = []
+    hit: list[float] = []
     for turn in range(rounds):
         prompt = [5 + (turn * 7919 + i * 31) % 1000 for i in range(length)]
         for times in (cold, hit):

@@ -403,15 +403,16 @@ def test_interrupted_json_is_whole(pair, capsys, write, interrupt, file):
     assert 0 < len(outputs[0]["token_ids"]) < 200
 
 
-@pytest.mark.parametrize("pairs", [0, 1])
-def test_interrupted_comparison_leaves_half_a_pair_out(pair, capsys, write, interrupt, pairs):
-    interrupt(40 if pairs else 3)
-    flags = ["--compare", "--json", "--prompt-file", write("hi", "hello"), "--max-new-tokens"]
-    # Warm-up: 2 runs of at most 8 chunks; a pair of at most 4 each; the second is cut in the third.
-    assert generate.main(pair.flags(*flags, "4")) == (0 if pairs else 130)
+@pytest.mark.parametrize(("chunks", "pairs"), [(3, 0), (100, 1), (999, 2)])
+def test_interrupted_comparison_leaves_half_a_pair_out(
+    pair, capsys, write, interrupt, chunks, pairs
+):
+    interrupt(chunks)  # in the warm-up; in the second pair, since a pair has about 80; never
+    flags = ["--compare", "--json", "--prompt-file", write("hi", "hello")]
+    assert generate.main(pair.flags(*flags, "--max-new-tokens", "40")) == (pairs < 2) * 130
     told = json.loads(capsys.readouterr().out)
-    assert len(told["outputs"]) == (2 if pairs else 0)
-    assert ("identical" in told) == bool(pairs)
+    assert [len(output["token_ids"]) for output in told["outputs"]] == [40] * pairs
+    assert told.get("identical") == (True if pairs else None)
 
 
 def test_a_second_interrupt_does_not_wait(pair, capsys, write, interrupt):
