@@ -18,6 +18,7 @@ import oracle
 from nanodflash import LLM, SamplingParams
 from nanodflash.checkpoint import load_model, open_checkpoint, save_model
 from nanodflash.config import TargetConfig
+from nanodflash.decoding.state import FREE
 from nanodflash.models.qwen3 import Qwen3
 
 LIMIT = 256
@@ -181,10 +182,14 @@ def open_llm(pair: Pair) -> Iterator[Callable[..., LLM]]:
 
 
 def check_no_leak(llm: LLM) -> None:
+    """Every page and slot is free, and no row on the device names a page."""
     stats = llm.page_stats()
     assert (stats.free, stats.cached, stats.live) == (stats.total, 0, 0)
     assert llm.engine is not None
     assert sorted(llm.engine._free_slots) == [*range(llm.config.max_seqs)]
+    state = llm.engine.runner.decoder.state
+    assert (state.state == FREE).all()
+    assert (state.page_table == 0).all()
 
 
 @pytest.fixture
