@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -71,15 +71,9 @@ class Screen:
         if self.quiet or not is_terminal(sys.stderr) or now < self._drawn + PROGRESS_EVERY:
             return
         self._drawn = now
-        phases = Counter(sequence.phase.name for sequence in sequences)  # they go on meanwhile
-        done, waiting = phases["FINISHED"], phases["WAITING"]
-        tokens = sum(len(s.token_ids) for s in sequences)
-        cycles = sum(s.metrics.cycles for s in sequences)
-        decoded = tokens - sum(bool(s.token_ids) for s in sequences)
-        line = f"{done}/{len(sequences)} done, {len(sequences) - done - waiting} running, "
-        line += f"{waiting} waiting, {tokens / (now - began):,.0f} tokens/s"
-        if cycles and any(sequence.speculate for sequence in sequences):
-            line += f", tau {decoded / cycles:.2f}"
+        from nanodflash.llm import progress_line
+
+        line = progress_line(sequences, now - began)
         print(f"\r{line:{PROGRESS_WIDTH}s}", end="", file=sys.stderr, flush=True)
 
     def write(self, told: dict[str, Any]) -> None:
@@ -231,7 +225,7 @@ def decode(
 def _prepare(llm: "LLM", request: Request, speculate: bool = True) -> "Sequence":
     """Check a request; nothing is run for it yet."""
     try:
-        return llm._sequence(request.text, request.params, speculate)
+        return llm.prepare(request.text, request.params, speculate)
     except ValueError as error:
         raise ValueError(f"{request.where}{error}") from error
 

@@ -4,6 +4,7 @@ import math
 import random
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,14 @@ from typing import Any
 import torch
 
 from nanodflash.checkpoint import Checkpoint, load_model, open_checkpoint
-from nanodflash.config import (
-    MAX_STOP_IDS,
-    DraftConfig,
-    EngineConfig,
-    SamplingParams,
-    TargetConfig,
-    check_int,
-    check_pair,
-)
+from nanodflash.config import MAX_STOP_IDS, EngineConfig, SamplingParams, check_int
 from nanodflash.decoding.cycle import Decoder, Proposer
 from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
 from nanodflash.engine.metrics import Metrics
 from nanodflash.engine.paging import PageStats
 from nanodflash.engine.sequence import Chunk, Phase, TokenLogprobs
+from nanodflash.models.config import DraftConfig, TargetConfig, check_pair
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.tokenizer import StreamDecoder, Tokenizer
@@ -75,6 +69,7 @@ class LLM:
         page_size:     tokens a page.
         num_pages:     pages of each pool; None holds 8 full sequences.
         max_seqs:      requests that run at once; more wait their turn.
+        prefix_cache:  keep full pages of ended requests for prompts that start alike.
         proposer:      (tokens [B, Lmax], len [B]) -> ids [B, S-1], instead of the drafter's ids;
                        tokens[b, len[b]] is the last emitted one.
         seed:          seeds the seeds of requests that bring none.
@@ -95,6 +90,7 @@ class LLM:
         page_size: int = 64,
         num_pages: int | None = None,
         max_seqs: int = 8,
+        prefix_cache: bool = True,
         proposer: Proposer | None = None,
         seed: int | None = None,
         revision: str | None = None,
@@ -117,16 +113,26 @@ class LLM:
             page_size=page_size,
             num_pages=num_pages,
             max_seqs=max_seqs,
+            prefix_cache=prefix_cache,
         )
-        target = load_model(Qwen3, target_config, checkpoint, self.device, self.dtype)
-        drafter = None
-        if draft_config is not None and draft_checkpoint is not None:
-            drafter = load_model(DFlash, draft_config, draft_checkpoint, self.device, self.dtype)
         self.vocab_size = target_config.vocab_size
         self.eos_token_ids = checkpoint.eos_token_ids
         has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_folder(checkpoint.folder) if has_tokenizer else None
-        self.engine = Engine(Decoder(target, drafter, self.config, proposer), self.config)
+        # First position at which proposals are not counted: the drafter was not made for it.
+        limits = [c.max_position_embeddings for c in (draft_config,) if c is not None]
+        self.draft_limit = min([self.config.max_model_len, *limits])
+
+        def load() -> Decoder:
+            place = (self.device, self.dtype)
+            target = load_model(Qwen3, target_config, checkpoint, *place)
+            drafter = None
+            if draft_config is not None and draft_checkpoint is not None:
+                drafter = load_model(DFlash, draft_config, draft_checkpoint, *place)
+            return Decoder(target, drafter, self.config, proposer)
+
+        self.engine = Engine(load, self.config, self.draft_limit, draft is not None)
+        weakref.finalize(self, self.engine.close, wait=False)
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def generate(
@@ -144,13 +150,14 @@ class LLM:
             speculate: False decodes with the target alone, on the same engine.
             progress:  show a line on stderr while it runs.
         """
-        one = isinstance(prompts, str) or all(isinstance(p, int) for p in prompts)
-        many: list[Any] = [prompts] if one and prompts else list(prompts)
+        many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if many and not isinstance(many[0], (str, list, tuple)):
+            many = [many]  # one prompt, of token ids
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
         if len(params) != len(many):
             raise ValueError(f"got {len(params)} params for {len(many)} prompts, wanted one each")
-        sequences = [self._sequence(p, q, speculate) for p, q in zip(many, params, strict=True)]
+        sequences = [self.prepare(p, q, speculate) for p, q in zip(many, params, strict=True)]
         handles = [self.engine.submit(sequence) for sequence in sequences]
         try:
             if progress:
@@ -164,13 +171,14 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> RequestHandle:
         """Start decoding a prompt and return at once, from any thread."""
-        return self.engine.submit(self._sequence(prompt, params or SamplingParams(), speculate))
+        return self.engine.submit(self.prepare(prompt, params or SamplingParams(), speculate))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> Iterator[Chunk]:
         """Decode one prompt, a chunk a step; the last one carries reason and metrics."""
-        return _stream(self.submit(prompt, params, speculate))
+        sequence = self.prepare(prompt, params or SamplingParams(), speculate)
+        return self._stream(sequence)
 
     def chat(
         self,
@@ -208,7 +216,15 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
+    def _stream(self, sequence: host.Sequence) -> Iterator[Chunk]:
+        """Chunks of a request, started when the first is asked for; a reader that goes ends it."""
+        handle = self.engine.submit(sequence)
+        try:
+            yield from handle
+        finally:
+            handle.abort()
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
         """Check a request, before anything is run for it."""
         ids = self._ids(prompt)
         room = self.config.max_model_len - len(ids)
@@ -266,33 +282,34 @@ def _output(sequence: host.Sequence) -> GenerationOutput:
     )
 
 
-def _stream(handle: RequestHandle) -> Iterator[Chunk]:
-    """Chunks of a request; a reader that goes away ends it."""
-    try:
-        yield from handle
-    finally:
-        handle.abort()
+def progress_line(sequences: Sequence[host.Sequence], seconds: float) -> str:
+    """What becomes of some requests, for people to watch; safe beside the engine's thread.
+
+    tau is taken from the counts of tokens and cycles, both of which may lag by a step.
+    """
+    ended = sum(s.phase is Phase.FINISHED for s in sequences)
+    running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in sequences)
+    tokens = sum(len(s.token_ids) for s in sequences)
+    cycles = sum(s.metrics.cycles for s in sequences)
+    first = sum(bool(s.token_ids) for s in sequences)
+    return (
+        f"{ended}/{len(sequences)} done, {running} running, "
+        f"{len(sequences) - ended - running} waiting, {tokens / seconds:,.0f} tokens/s, "
+        f"tau {(tokens - first) / max(cycles, 1):.2f}"
+    )
 
 
 def show_progress(
     sequences: list[host.Sequence], handles: list[RequestHandle], every: float = 0.5
 ) -> None:
     """Watch requests until all have ended: a line on stderr, rewritten in place."""
-    began = time.perf_counter()
-    while True:
-        ended = sum(handle.done for handle in handles)
-        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in sequences)
-        tokens = sum(len(s.token_ids) for s in sequences)
-        metrics = sum((s.metrics for s in sequences), Metrics())
-        rate = tokens / (time.perf_counter() - began)
-        waiting = len(sequences) - ended - running
-        line = f"{ended}/{len(sequences)} done, {running} running, {waiting} waiting, "
-        line += f"{rate:,.0f} tokens/s, tau {metrics.tau:.2f}"
-        last = ended == len(sequences)
+    began, last = time.perf_counter(), False
+    while not last:
+        last = all(handle.wait(every) for handle in handles[-1:]) and all(h.done for h in handles)
+        line = progress_line(sequences, time.perf_counter() - began)
         print(f"\r{line:78s}", end="\n" if last else "", file=sys.stderr, flush=True)
-        if last:
-            return
-        time.sleep(every)
+        if not last and handles[-1].done:
+            time.sleep(every)
 
 
 def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from nanodflash.checkpoint import save_model
-from nanodflash.config import DraftConfig, EngineConfig, SamplingParams, TargetConfig
+from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.cycle import Decoder, Result, prefill_step
 from nanodflash.decoding.plan import Admission, Facts, Span
 from nanodflash.decoding.state import DeviceState
 from nanodflash.engine.runner import Runner
 from nanodflash.engine.scheduler import Scheduler
 from nanodflash.engine.sequence import Sequence as HostSequence
+from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanodflash import ops
-from nanodflash.config import DraftConfig, TransformerConfig
+from nanodflash.models.config import DraftConfig, TransformerConfig
 
 
 class Sight(NamedTuple):

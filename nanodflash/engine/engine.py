@@ -80,6 +80,10 @@ class RequestHandle:
         """End the request wherever it stands; its last chunk says "abort"."""
         self._engine.abort(self._sequence)
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, at most so long; whether it has come."""
+        return self._done.wait(seconds)
+
     @property
     def done(self) -> bool:
         """Whether the request has ended."""
@@ -89,49 +93,63 @@ class RequestHandle:
 class Engine:
     """Takes requests at any time from any thread and keeps the device full.
 
+    The models are loaded in the engine's thread too: a second thread that has run parallel
+    operations keeps a pool of its own, and OpenMP then puts every idle worker to sleep between
+    two small operations (a step takes twice as long).
+
     Args:
-        decoder: owned by the engine's thread from the first request on.
+        make_decoder: loads the models; called in the engine's thread, its errors are raised here.
+        draft_limit:  first position at which proposals are not counted.
+        drafts:       whether there is a drafter.
     """
 
-    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
-        draft = decoder.draft
-        limit = draft.config.max_position_embeddings if draft else config.max_model_len
-        self.runner = Runner(decoder)
-        self.scheduler = Scheduler(
-            config, min(limit, config.max_model_len), draft is not None, self._emit
-        )
+    def __init__(
+        self,
+        make_decoder: Callable[[], Decoder],
+        config: EngineConfig,
+        draft_limit: int,
+        drafts: bool,
+    ) -> None:
+        self.scheduler = Scheduler(config, draft_limit, drafts, self._emit)
         self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
         self._inbox: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # of starting, submitting and closing
+        self._lock = threading.Lock()  # of submitting and closing
         self._closed = False
+        self._error: BaseException | None = None
         self._threads = torch.get_num_threads()
+        loaded: SimpleQueue[Runner | BaseException] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, args=(make_decoder, loaded), name="nanodflash", daemon=True
+        )
+        self._thread.start()
+        runner = loaded.get()
+        if isinstance(runner, BaseException):
+            raise runner
+        self.runner = runner
 
     def submit(self, sequence: Sequence) -> RequestHandle:
         """Take a request; RuntimeError once closed."""
         handle = RequestHandle(self, sequence)
         with self._lock:
+            if self._error is not None:
+                raise RuntimeError("this LLM's engine has failed") from self._error
             if self._closed:
                 raise RuntimeError("this LLM is closed")
             self._handles[id(sequence)] = handle
             self._inbox.put(("add", sequence))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="nanodflash", daemon=True)
-                self._thread.start()
         return handle
 
     def abort(self, sequence: Sequence) -> None:
         """Ask for the end of a request."""
         self._inbox.put(("abort", sequence))
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """End all requests and the thread. Closing twice is fine."""
         with self._lock:
             self._closed = True
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._inbox.put(("close", None))
-            thread.join()
+        self._inbox.put(("close", None))
+        if wait and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def page_stats(self) -> PageStats:
         """Pages by use. Exact when nothing runs."""
@@ -139,12 +157,26 @@ class Engine:
 
     # ------------------------------------------------------------------ the engine's thread
 
-    def _loop(self) -> None:
+    def _run(
+        self, make_decoder: Callable[[], Decoder], loaded: "SimpleQueue[Runner | BaseException]"
+    ) -> None:
         torch.set_num_threads(self._threads)  # a new thread would run small matmuls far slower
-        while self._read_inbox(wait=not self.scheduler.busy):
-            self._step()
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.scheduler.abort(sequence)
+        try:
+            runner = Runner(make_decoder())
+        except BaseException as error:
+            loaded.put(error)
+            return
+        loaded.put(runner)
+        try:
+            while self._read_inbox(wait=not self.scheduler.busy):
+                self._step(runner)
+            for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.scheduler.abort(sequence)
+        except BaseException as error:  # a fault of ours: nobody may wait for ever
+            with self._lock:
+                self._error = error
+            for handle in list(self._handles.values()):
+                handle.put(error)
 
     def _read_inbox(self, wait: bool) -> bool:
         """Take all messages, waiting for the first where there is nothing else to do."""
@@ -159,13 +191,13 @@ class Engine:
                 self.scheduler.abort(sequence)
         return True
 
-    def _step(self) -> None:
+    def _step(self, runner: Runner) -> None:
         """Plan, run, commit."""
         plan = self.scheduler.plan()
         if plan is None:
             return
         try:
-            results = self.runner.run(plan)
+            results = runner.run(plan)
         except Exception as error:  # whatever a step raises ends the requests in it, and only them
             self.scheduler.fail(error)
         else:

@@ -106,7 +106,7 @@ class Scheduler:
     def _plan_kind(self, kind: bool) -> StepPlan | None:
         """A step of rows that speculate, or of rows that do not: the two kinds take turns."""
         deltas: list[PageDelta] = []
-        rows = self._plan_rows(kind, deltas)
+        rows, short = self._plan_rows(kind, deltas)
         width = self.config.block_size if kind else 1
         # Prompts get what the rows leave of the step's tokens, and never nothing.
         floor = min(self.config.page_size, self.config.max_prefill)
@@ -118,7 +118,9 @@ class Scheduler:
             if sequence.speculate == kind and sequence.phase is Phase.PREFILL and budget:
                 budget -= self._plan_span(sequence, budget, spans)
                 members.append(sequence)
-        while budget and self.waiting and self.waiting[0].speculate == kind:
+        draining = any(s.phase is Phase.DRAINING for s in self.running)  # earlier than all waiting
+        free = not draining and not short
+        while free and budget and self.waiting and self.waiting[0].speculate == kind:
             admission = self._admit(self.waiting[0])
             if admission is None:
                 break
@@ -149,18 +151,23 @@ class Scheduler:
     def _sampler(self, sequences: list[Sequence]) -> Sampler:
         return max((s.params.sampler for s in sequences), key=SAMPLERS.index, default="greedy")
 
-    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> list[Sequence]:
-        """Rows of the cycle: every decoding sequence whose next block has its pages."""
-        rows = []
+    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> tuple[list[Sequence], bool]:
+        """Rows of the cycle: every decoding sequence whose next block has its pages.
+
+        `short` once an earlier one waits for pages: then later ones only go on with what they
+        hold, and nobody is admitted.
+        """
+        rows, short = [], False
         for sequence in list(self.running):
             if sequence.speculate != kind or sequence.phase is not Phase.DECODE:
                 continue
             wanted = math.ceil(self._upper(sequence) / self.config.page_size)
             missing = wanted - len(sequence.pages)
-            while missing > self.pages.available and self._preempt_after(sequence):
+            while not short and missing > self.pages.available and self._preempt_after(sequence):
                 continue
-            if missing > self.pages.available:
-                continue  # later ones are draining, or hold nothing: it waits for a commit
+            short = short or missing > self.pages.available
+            if missing > 0 and short:
+                continue  # it waits for a commit, and no later one takes the pages
             if missing > 0:
                 fresh = self.pages.allocate(missing)
                 deltas.append(PageDelta(sequence.slot, len(sequence.pages), fresh))
@@ -168,7 +175,7 @@ class Scheduler:
             first = len(sequence) // self.config.page_size
             assert all(self.pages.owners(p) == 1 for p in sequence.pages[first:]), "shared page"
             rows.append(sequence)
-        return rows
+        return rows, short
 
     def _plan_span(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
         """Plan the next chunk of a prompt; how many tokens it has."""
@@ -197,7 +204,8 @@ class Scheduler:
         sequence.pages = cached + self.pages.allocate(wanted - len(cached))
         sequence.published, sequence.may_publish = len(cached), self._may_share(sequence)
         sequence.planned = len(cached) * self.config.page_size
-        sequence.metrics.cached_tokens = sequence.planned
+        if not sequence.token_ids:
+            sequence.metrics.cached_tokens = sequence.planned
         sequence.slot, sequence.phase = self._slots.pop(), Phase.PREFILL
         self._epochs += 1
         sequence.epoch = self._epochs
@@ -216,7 +224,7 @@ class Scheduler:
 
     def _may_share(self, sequence: Sequence) -> bool:
         """Rows that neither tap nor inject would leave pages without draft rows."""
-        return sequence.speculate or not self.drafts
+        return self.config.prefix_cache and (sequence.speculate or not self.drafts)
 
     # ------------------------------------------------------------------ preemption
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanodflash import ops
-from nanodflash.config import DraftConfig
+from nanodflash.models.config import DraftConfig
 from nanodflash.models.layers import Layer, Memory, Part, Rotary, Writer, layer_parts, whole
 
 

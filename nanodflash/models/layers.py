@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanodflash import ops
-from nanodflash.config import RopeConfig, TransformerConfig
+from nanodflash.models.config import RopeConfig, TransformerConfig
 
 
 class Memory(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanodflash import ops
-from nanodflash.config import TargetConfig
+from nanodflash.models.config import TargetConfig
 from nanodflash.models.layers import Layer, Memory, Part, Rotary, layer_parts, whole
 
 

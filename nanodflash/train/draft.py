@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanodflash.checkpoint import load_model, open_checkpoint, save_model
-from nanodflash.config import DraftConfig, TargetConfig
+from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.train import corpus

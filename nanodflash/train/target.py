@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanodflash.checkpoint import save_model
-from nanodflash.config import TargetConfig
+from nanodflash.models.config import TargetConfig
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.train import corpus
 from nanodflash.train.data import (

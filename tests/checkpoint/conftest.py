@@ -227,7 +227,7 @@ CHILD = """
 import hashlib, json, sys
 import torch
 from nanodflash.checkpoint import load_model, open_checkpoint
-from nanodflash.config import TargetConfig
+from nanodflash.models.config import TargetConfig
 from nanodflash.models.qwen3 import Qwen3
 
 for line in sys.stdin:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nanodflash import checkpoint as room
 from nanodflash.checkpoint import load_model, open_checkpoint, save_model
-from nanodflash.config import DraftConfig, TargetConfig
+from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
 

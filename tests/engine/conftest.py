@@ -18,7 +18,7 @@ import kit
 import oracle
 from nanodflash import LLM, SamplingParams
 from nanodflash.checkpoint import load_model, open_checkpoint, save_model
-from nanodflash.config import TargetConfig
+from nanodflash.models.config import TargetConfig
 from nanodflash.models.qwen3 import Qwen3
 
 LIMIT = 256
@@ -181,6 +181,7 @@ def open_llm(pair: Pair) -> Iterator[Callable[..., LLM]]:
 
 
 def check_no_leak(llm: LLM) -> None:
+    """Every page and slot came back."""
     scheduler, until = llm.engine.scheduler, time.monotonic() + 20
     while scheduler.busy and time.monotonic() < until:
         time.sleep(0.001)  # an abort takes effect at the engine's next step

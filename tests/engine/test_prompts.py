@@ -39,7 +39,7 @@ def untouched(counted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         raise AssertionError("a request was run")
 
     for llm in counted:
-        monkeypatch.setattr(llm.engine, "run", run)
+        monkeypatch.setattr(llm.engine, "submit", run)
     return counted
 
 

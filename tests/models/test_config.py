@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from kit import DRAFT, TARGET
-from nanodflash.config import (
-    DraftConfig,
-    EngineConfig,
-    RopeConfig,
-    SamplingParams,
-    TargetConfig,
-    check_pair,
-)
+from nanodflash.config import EngineConfig, SamplingParams
+from nanodflash.models.config import DraftConfig, RopeConfig, TargetConfig, check_pair
 
 ABSENT = object()  # as a value: the key is taken out
 NAN, INF = float("nan"), float("inf")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kit import TARGET, make_target
-from nanodflash.config import TargetConfig
 from nanodflash.decoding.kv_cache import KVPool, RaggedMemory, paged_memory
+from nanodflash.models.config import TargetConfig
 from nanodflash.models.layers import inverse_frequencies
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.train.target import DenseMemory
