@@ -132,7 +132,7 @@ class LLM:
             return Decoder(target, drafter, self.config, proposer)
 
         self.engine = Engine(load, self.config, self.draft_limit, draft is not None)
-        weakref.finalize(self, self.engine.close, wait=False)
+        weakref.finalize(self, self.engine.close)  # a thread must not outlive the interpreter
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def generate(

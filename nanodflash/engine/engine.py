@@ -143,12 +143,12 @@ class Engine:
         """Ask for the end of a request."""
         self._inbox.put(("abort", sequence))
 
-    def close(self, wait: bool = True) -> None:
+    def close(self) -> None:
         """End all requests and the thread. Closing twice is fine."""
         with self._lock:
             self._closed = True
         self._inbox.put(("close", None))
-        if wait and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
     def page_stats(self) -> PageStats:
