@@ -5,7 +5,7 @@ Frozen and validated when made; no torch. What a checkpoint is stands in `models
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 # Columns of per-slot tables on the device.
@@ -101,7 +101,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     min_new_tokens: int = 0
     logprobs: int | None = None
 
@@ -135,11 +135,16 @@ class SamplingParams:
         check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_BIASES:
+        try:  # kept as pairs, so that parameters stay hashable
+            pairs = tuple(dict(self.logit_bias).items())
+        except (TypeError, ValueError):
+            pairs = ()
+        if len(pairs) > MAX_BIASES or (self.logit_bias and not pairs):
             raise ValueError(
                 f"logit_bias is {self.logit_bias!r}, wanted at most {MAX_BIASES} pairs id: number"
             )
-        for token, bias in self.logit_bias.items():
+        object.__setattr__(self, "logit_bias", pairs)
+        for token, bias in pairs:
             check_int("an id of logit_bias", token, 0, 2**31 - 1)
             _check_number("logit_bias", bias, lambda x: abs(x) <= 1e4, "numbers in -10000..10000")
 

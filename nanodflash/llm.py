@@ -248,7 +248,8 @@ class LLM:
             raise ValueError(f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model brings none")
-        for token in (*params.stop_token_ids, *params.logit_bias):
+        biased = dict(params.logit_bias)
+        for token in (*params.stop_token_ids, *biased):
             check_int("an id of the parameters", token, 0, self.vocab_size - 1)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         return host.Sequence(

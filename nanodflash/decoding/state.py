@@ -139,9 +139,9 @@ class DeviceState:
         self.stop_ids[slot, : len(admission.stop_ids)] = torch.tensor(list(admission.stop_ids))
         self.bias_ids[slot], self.bias[slot] = 0, 0.0
         if params.logit_bias:
-            biased = len(params.logit_bias)
-            self.bias_ids[slot, :biased] = torch.tensor(list(params.logit_bias.keys()))
-            self.bias[slot, :biased] = torch.tensor(list(params.logit_bias.values()))
+            biased, values = zip(*params.logit_bias, strict=True)
+            self.bias_ids[slot, : len(biased)] = torch.tensor(biased)
+            self.bias[slot, : len(biased)] = torch.tensor(values)
         if self.counts is not None and self.in_prompt is not None:
             output = self.tokens[slot, admission.prompt_len : len(ids)]
             self.counts[slot] = torch.bincount(output, minlength=self.counts.shape[1])
