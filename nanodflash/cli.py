@@ -71,7 +71,7 @@ class Screen:
         if self.quiet or not is_terminal(sys.stderr) or now < self._drawn + PROGRESS_EVERY:
             return
         self._drawn = now
-        from nanodflash.llm import progress_line
+        from nanodflash.engine.progress import progress_line
 
         line = progress_line(sequences, now - began)
         print(f"\r{line:{PROGRESS_WIDTH}s}", end="", file=sys.stderr, flush=True)

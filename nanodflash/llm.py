@@ -2,8 +2,6 @@
 
 import math
 import random
-import sys
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,8 @@ from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
 from nanodflash.engine.metrics import Metrics
 from nanodflash.engine.paging import PageStats
-from nanodflash.engine.sequence import Chunk, Phase, TokenLogprobs
+from nanodflash.engine.progress import show_progress
+from nanodflash.engine.sequence import Chunk, TokenLogprobs
 from nanodflash.models.config import DraftConfig, TargetConfig, check_pair
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
@@ -151,7 +150,7 @@ class LLM:
             progress:  show a line on stderr while it runs.
         """
         many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if many and not isinstance(many[0], (str, list, tuple)):
+        if many and not isinstance(many[0], Sequence):
             many = [many]  # one prompt, of token ids
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
@@ -225,7 +224,8 @@ class LLM:
             handle.abort()
 
     def prepare(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
-        """Check a request, before anything is run for it."""
+        """Check a request, before anything is run for it; `engine.submit` takes it."""
+        self.engine.require_open()
         ids = self._ids(prompt)
         room = self.config.max_model_len - len(ids)
         if room < 1:
@@ -248,9 +248,8 @@ class LLM:
             raise ValueError(f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model brings none")
-        biased = dict(params.logit_bias)
-        for token in (*params.stop_token_ids, *biased):
-            check_int("an id of the parameters", token, 0, self.vocab_size - 1)
+        for token in dict(params.logit_bias):
+            check_int("an id of logit_bias", token, 0, self.vocab_size - 1)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         return host.Sequence(
             prompt=ids,
@@ -281,36 +280,6 @@ def _output(sequence: host.Sequence) -> GenerationOutput:
     return GenerationOutput(
         sequence.text, sequence.token_ids, sequence.finish_reason, sequence.metrics, logprobs
     )
-
-
-def progress_line(sequences: Sequence[host.Sequence], seconds: float) -> str:
-    """What becomes of some requests, for people to watch; safe beside the engine's thread.
-
-    tau is taken from the counts of tokens and cycles, both of which may lag by a step.
-    """
-    ended = sum(s.phase is Phase.FINISHED for s in sequences)
-    running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in sequences)
-    tokens = sum(len(s.token_ids) for s in sequences)
-    cycles = sum(s.metrics.cycles for s in sequences)
-    first = sum(bool(s.token_ids) for s in sequences)
-    return (
-        f"{ended}/{len(sequences)} done, {running} running, "
-        f"{len(sequences) - ended - running} waiting, {tokens / seconds:,.0f} tokens/s, "
-        f"tau {(tokens - first) / max(cycles, 1):.2f}"
-    )
-
-
-def show_progress(
-    sequences: list[host.Sequence], handles: list[RequestHandle], every: float = 0.5
-) -> None:
-    """Watch requests until all have ended: a line on stderr, rewritten in place."""
-    began, last = time.perf_counter(), False
-    while not last:
-        last = all(handle.wait(every) for handle in handles[-1:]) and all(h.done for h in handles)
-        line = progress_line(sequences, time.perf_counter() - began)
-        print(f"\r{line:78s}", end="\n" if last else "", file=sys.stderr, flush=True)
-        if not last and handles[-1].done:
-            time.sleep(every)
 
 
 def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:

@@ -162,11 +162,12 @@ def mask_ids(logits: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     """-inf for some ids of some rows.
 
     Args:
-        logits: [B, S, V].  ids: [B, K] int64, padded with -1.  rows: [B, S] bool.
+        logits: [B, S, V].  ids: [B, K] int64; -1 and ids past the table count for nothing.
+        rows:   [B, S] bool.
     """
-    # A place for every id and one, the last, that takes the padding.
-    hit = torch.zeros(len(ids), logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
-    hit.scatter_(1, ids % (logits.shape[-1] + 1), ids >= 0)
+    vocab = logits.shape[-1]  # a place for every id and one, the last, for what counts not
+    hit = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=logits.device)
+    hit.scatter_(1, ids.masked_fill((ids < 0) | (ids > vocab), vocab), True)
     return logits.masked_fill(hit[:, None, :-1] & rows[..., None], float("-inf"))
 
 

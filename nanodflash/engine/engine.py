@@ -131,13 +131,17 @@ class Engine:
         """Take a request; RuntimeError once closed."""
         handle = RequestHandle(self, sequence)
         with self._lock:
-            if self._error is not None:
-                raise RuntimeError("this LLM's engine has failed") from self._error
-            if self._closed:
-                raise RuntimeError("this LLM is closed")
+            self.require_open()
             self._handles[id(sequence)] = handle
             self._inbox.put(("add", sequence))
         return handle
+
+    def require_open(self) -> None:
+        """RuntimeError once closed, or once the engine's thread has failed."""
+        if self._error is not None:
+            raise RuntimeError("this LLM's engine has failed") from self._error
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
 
     def abort(self, sequence: Sequence) -> None:
         """Ask for the end of a request."""
@@ -153,6 +157,7 @@ class Engine:
 
     def page_stats(self) -> PageStats:
         """Pages by use. Exact when nothing runs."""
+        self.require_open()
         return self.scheduler.pages.stats()
 
     # ------------------------------------------------------------------ the engine's thread
