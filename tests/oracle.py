@@ -5,6 +5,7 @@ again here, one row at a time, in plain Python numbers.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,23 @@ def allowed(scaled: list[float], params: SamplingParams) -> list[bool]:
     return [x >= max(threshold, floor) for x in scaled]
 
 
+def shape(
+    logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    """Penalties, then bias, then the mask of stop ids that come too early, token by token."""
+    times, seen, biases = Counter(output), {*prompt, *output}, dict(params.logit_bias)
+    early = params.stop_token_ids if len(output) < params.min_new_tokens else ()
+    shaped = []
+    for token, x in enumerate(logits.tolist()):
+        if token in seen:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * times[token]
+        x -= params.presence_penalty if times[token] else 0.0
+        x += biases.get(token, 0.0)
+        shaped.append(-math.inf if token in early else x)
+    return torch.tensor(shaped, dtype=torch.float64)
+
+
 def choose(logits: Tensor, params: SamplingParams, position: int) -> int:
     """The one token for `position`, from the logits [V] before it."""
     if params.temperature == 0:
@@ -77,14 +95,27 @@ def choose(logits: Tensor, params: SamplingParams, position: int) -> int:
 
 @torch.no_grad()
 def decode(
-    target: Qwen3, prompt: Sequence[int], params: SamplingParams, limit: int = 10**9
+    target: Qwen3,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    limit: int = 10**9,
+    raw: list[Tensor] | None = None,
 ) -> tuple[list[int], str]:
-    """New ids and the finish reason; `limit` bounds prompt and new tokens together."""
-    ids = list(prompt)
+    """New ids and the finish reason.
+
+    Args:
+        limit: bounds prompt and new tokens together.
+        raw:   takes the target's logits [V] before each new id.
+    """
+    ids, start = list(prompt), len(prompt)
     budget = min(params.max_new_tokens, limit - len(ids))
     for _ in range(budget):
         hidden, _ = target(torch.tensor(ids), torch.arange(len(ids)), Causal())
-        ids.append(choose(target.logits(hidden[-1]), params, len(ids)))
+        logits = target.logits(hidden[-1])
+        if raw is not None:
+            raw.append(logits)
+        shaped = shape(logits, params, prompt, ids[start:])
+        ids.append(choose(shaped, params, len(ids)))
         if ids[-1] in params.stop_token_ids:
-            return ids[len(prompt) :], "stop"
-    return ids[len(prompt) :], "length"
+            return ids[start:], "stop"
+    return ids[start:], "length"

@@ -21,11 +21,13 @@ def progress_line(sequences: Ids[Sequence], seconds: float) -> str:
     tokens = sum(len(s.token_ids) for s in sequences)
     cycles = sum(s.metrics.cycles for s in sequences)
     first = sum(bool(s.token_ids) for s in sequences)
-    return (
+    line = (
         f"{ended}/{len(sequences)} done, {running} running, "
-        f"{len(sequences) - ended - running} waiting, {tokens / seconds:,.0f} tokens/s, "
-        f"tau {(tokens - first) / max(cycles, 1):.2f}"
+        f"{len(sequences) - ended - running} waiting, {tokens / seconds:,.0f} tokens/s"
     )
+    if cycles and any(s.speculate for s in sequences):
+        line += f", tau {(tokens - first) / cycles:.2f}"
+    return line
 
 
 def show_progress(

@@ -207,7 +207,7 @@ BAD = {
     '{"prompt": "a", "temperature": "1"}': "temperature is '1'",
     '{"prompt": "a", "temperature": NaN}': "temperature is nan",
     '{"prompt": "a", "stop": 5}': "stop is 5",
-    '{"prompt": "a", "stop_token_ids": [320]}': "an id of the parameters is 320",
+    '{"prompt": "a", "logit_bias": {"320": 1}}': "an id of logit_bias is 320",
     '{"prompt": "a", "logit_bias": {"x": 1}}': "'x'",
     '{"prompt": "a", "logit_bias": [1]}': "logit_bias is [1]",
     '{"prompt": "a", "logprobs": 21}': "logprobs is 21",
