@@ -1,27 +1,66 @@
-"""The reference implementation, the PyPI package `dflash`, on the same weights."""
+"""The reference implementation, the PyPI package `dflash`, on the same weights.
 
-from collections.abc import Callable
+It runs in a process of its own and idles while this engine runs: two pools of OpenMP threads in
+one process put each other's workers to sleep, and both would be measured slower than they are.
+"""
+
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 
-import torch
+from nanodflash.llm import BUNDLED
 
 
-def dflash_generate(
-    target: Path, draft: Path, stop_ids: list[int], max_new: int
-) -> Callable[[list[int]], tuple[list[int], int]]:
-    """A function that decodes prompt ids greedily with the reference, in fp32 on a CPU.
+class Peer:
+    """Decodes prompt ids greedily with the reference, in fp32 on a CPU.
 
-    Its own statistics need CUDA, so target forwards are counted by a hook.
-
-    Returns:
-        prompt ids -> (new ids, target forwards without prefill).
     Raises:
         ImportError: `dflash` or transformers is not installed (the `dev` extra).
     """
-    from dflash.model import DFlashDraftModel
-    from dflash.model import dflash_generate as reference
-    from transformers import AutoModelForCausalLM
 
+    def __init__(self, model: str, draft: str, stop_ids: list[int], max_new: int) -> None:
+        folders = (
+            BUNDLED / role if name == "bundled" else Path(name)
+            for role, name in (("target", model), ("draft", draft))
+        )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, *folders, stop_ids, max_new)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        told = self._pipe.recv()
+        if told is not None:
+            raise ImportError(f"the reference cannot run: {told}")
+
+    def __call__(self, prompt: list[int]) -> tuple[list[int], int]:
+        """New ids, and target forwards without prefill."""
+        self._pipe.send(prompt)
+        ids, forwards = self._pipe.recv()
+        return ids, forwards
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _serve(pipe: Connection, target: Path, draft: Path, stop_ids: list[int], max_new: int) -> None:
+    """The other process: load, then answer prompts until None."""
+    try:
+        import torch
+        from dflash.model import DFlashDraftModel, dflash_generate
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        pipe.send(str(error))
+        return
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     drafter = DFlashDraftModel.from_pretrained(draft, dtype=torch.float32).eval()
     forwards = 0
@@ -30,13 +69,10 @@ def dflash_generate(
         nonlocal forwards
         forwards += 1
 
-    model.register_forward_hook(count)
-
-    def generate(prompt: list[int]) -> tuple[list[int], int]:
-        nonlocal forwards
+    model.register_forward_hook(count)  # the reference's own statistics need CUDA
+    pipe.send(None)
+    while (prompt := pipe.recv()) is not None:
         forwards = 0
         ids = torch.tensor([prompt])
-        output = reference(drafter, model, ids, max_new, stop_ids, temperature=0.0)
-        return output[0, len(prompt) :].tolist(), forwards - 1
-
-    return generate
+        output = dflash_generate(drafter, model, ids, max_new, stop_ids, temperature=0.0)
+        pipe.send((output[0, len(prompt) :].tolist(), forwards - 1))

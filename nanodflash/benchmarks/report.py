@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- bench: rendered by bench.py --readme -->", "<!-- /bench -->"
+SPREADS = ("first_ms", "token_ms")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -58,11 +58,42 @@ def histogram(counts: dict[str, int]) -> str:
     )
 
 
-def update_readme(path: Path, text: str) -> None:
-    """Put `text` between the README's markers."""
-    before, rest = path.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+def concurrency(result: dict[str, Any]) -> str:
+    """A Markdown table of a run with many requests at once."""
+    run = result["run"]
+    lines = [
+        "| requests at once | drafter | tokens/s | first token ms (p99) | a token ms (p99) "
+        "| pages | outside steps |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["concurrency"]:
+        first, token = (f"{row[k]['median']:.1f} ({row[k]['p99']:.1f})" for k in SPREADS)
+        lines.append(
+            f"| {row['clients']} | {'yes' if row['speculate'] else 'no'} "
+            f"| {row['tokens_per_second']:.0f} | {first} | {token} | {row['most_pages']} "
+            f"| {row['outside_steps']:.1%} |"
+        )
+    prefix = result["prefix"]
+    lines += [
+        "",
+        f"A prompt of {prefix['tokens']} tokens: first token after {prefix['cold_ms']:.0f} ms "
+        f"cold, {prefix['cached_ms']:.1f} ms with its prefix cached, {prefix['ratio']:.1f}x.",
+    ]
+    if "peer" in result:
+        lines.append(
+            f"The reference package at 1 in the same run: {result['peer']['peer']['total']:.0f} "
+            "tokens/s."
+        )
+    lines += ["", f"Machine as above, commit {run['commit']}: `{run['command']}`"]
+    return "\n".join(lines)
+
+
+def update_readme(path: Path, part: str, text: str) -> None:
+    """Put `text` between the README's markers of a part."""
+    begin, end = f"<!-- bench: {part} -->", f"<!-- /bench: {part} -->"
+    before, rest = path.read_text().split(begin)
+    _, after = rest.split(end)
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def _rate(median: dict[str, float]) -> str:

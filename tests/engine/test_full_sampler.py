@@ -83,7 +83,7 @@ def asked(name: str, plain: list[int]) -> dict[str, Any]:
     """Parameters by name; `plain` is the text without them, for biases that matter."""
     if name in PENALTIES:
         return {name: PENALTIES[name]}
-    bans = {token: -1e4 for token in plain[::3]}
+    bans = dict.fromkeys(plain[::3], -10000.0)
     return {
         "penalties": PENALTIES,
         "rewards": {key: 0.8 if value > 1 else -value for key, value in PENALTIES.items()},
@@ -123,7 +123,7 @@ def test_what_is_banned_never_comes(want: Any, scripted: Any) -> None:
         params = replace(MODES["warm"], logit_bias=banned)
         out = run(scripted(8), PROMPT, params, want(PROMPT, params).ids, "alternating")
         assert not {*banned} & {*out.token_ids}
-        banned |= {token: -1e4 for token in out.token_ids}
+        banned |= dict.fromkeys(out.token_ids, -10000.0)
     assert len(banned) > 40
 
 
