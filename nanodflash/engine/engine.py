@@ -27,10 +27,13 @@ class RequestHandle:
         self._engine, self._sequence = engine, sequence
         self._chunks: SimpleQueue[Chunk | BaseException] = SimpleQueue()
         self._done = threading.Event()
+        self._failure: BaseException | None = None
         self._notify: Callable[[], object] = lambda: None
 
     def put(self, item: Chunk | BaseException) -> None:
         """Hand a chunk, or what ended the request, to whoever reads. Called by the engine."""
+        if isinstance(item, BaseException):
+            self._failure = item
         self._chunks.put(item)
         if isinstance(item, BaseException) or item.finish_reason is not None:
             self._done.set()
@@ -38,13 +41,11 @@ class RequestHandle:
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come; the last one has a finish reason. Raises what ended the request."""
-        while True:
+        while not (self.done and self._chunks.empty()):  # what was read is not given again
             item = self._chunks.get()
             if isinstance(item, BaseException):
                 raise item
             yield item
-            if item.finish_reason is not None:
-                return
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """The same for asyncio; a reader that is cancelled ends the request."""
@@ -72,8 +73,8 @@ class RequestHandle:
     def result(self) -> Sequence:
         """Wait for the end; the sequence is then no longer the engine's. Raises as iterating."""
         self._done.wait()
-        for _ in self:
-            continue
+        if self._failure is not None:
+            raise self._failure
         return self._sequence
 
     def abort(self) -> None:

@@ -13,14 +13,14 @@ import kit
 import oracle
 from nanodflash import LLM, SamplingParams
 
-PROMPT, NEW = [12, 200, 7, 7, 31], 22
-PATTERNS = ["right", "alternating", "third wrong", "wrong"]
+PROMPT, NEW = [12, 200, 7, 7, 31], 20
+PATTERNS = {4: ["right", "third wrong"], 8: ["right", "alternating", "wrong"]}
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.5}
 WORDY = [275, 272, 195]  # its first 26 greedy tokens are distinct words
 MODES = {
     "greedy": SamplingParams(max_new_tokens=NEW),
-    "warm": SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=11),
-    "filtered": SamplingParams(max_new_tokens=NEW, temperature=1.25, seed=5, top_k=9, top_p=0.8),
+    "warm": SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=2),
+    "filtered": SamplingParams(max_new_tokens=NEW, temperature=1.25, seed=1, top_k=9, top_p=0.8),
 }
 
 
@@ -61,10 +61,10 @@ def outputs(
 ) -> Iterator[tuple[str, Any]]:
     """The request's output with every block size and script, and without speculation."""
     yield "no drafter", alone.generate(prompt, params)[0]
-    for size in (4, 8):
+    yield "plain", scripted(4).llm.generate(prompt, params, speculate=False)[0]
+    for size, names in PATTERNS.items():
         engine = scripted(size)
-        yield f"{size} plain", engine.llm.generate(prompt, params, speculate=False)[0]
-        for name in PATTERNS:
+        for name in names:
             out = run(engine, prompt, params, text, name)
             decoded = len(text) - 1
             if name == "right":
@@ -90,7 +90,7 @@ def asked(name: str, plain: list[int]) -> dict[str, Any]:
         "strong": {"repetition_penalty": 100.0, "frequency_penalty": 9.0},
         "bans": {"logit_bias": bans},
         "boosts": {"logit_bias": {3: 4.0, 0: 3.5, 319: 5.0}},
-        "first id": {"logit_bias": {0: 6.0}},
+        "first id": {"logit_bias": {0: 9.0}},
         "forced": {"logit_bias": {44: 1e4}},
         "forced, tired": {"logit_bias": {44: 20.0}, "frequency_penalty": 3.0},
         "everything": PENALTIES | {"logit_bias": bans | {3: 4.0}},
@@ -104,8 +104,11 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ASKED)
+CASES = [(name, mode) for name in ASKED for mode in ("greedy", "warm")]
+CASES += [("penalties", "filtered"), ("bans", "filtered"), ("everything", "filtered")]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_ids_are_the_oracles(scripted: Any, alone: LLM, want: Any, name: str, mode: str) -> None:
     plain = want(PROMPT, MODES[mode]).ids
     params = replace(MODES[mode], **asked(name, plain))
@@ -138,14 +141,15 @@ def test_a_proposer_of_banned_ids(want: Any, scripted: Any) -> None:
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_only_repetition_sees_the_prompt(want: Any, scripted: Any, name: str) -> None:
     """An id of the prompt that the target likes best comes first unless repetition is penalised."""
-    best = want(PROMPT, MODES["greedy"]).ids[0]
-    prompt = [best, *PROMPT]
-    first = want(prompt, MODES["greedy"]).ids[0]
-    params = replace(MODES["greedy"], **{name: 100.0}, logit_bias={best: 30.0})
-    wanted = want(prompt, params)
-    assert (wanted.ids[0] == best) == (name != "repetition_penalty"), first
-    assert wanted.ids.count(best) <= 1
-    assert run(scripted(4), prompt, params, wanted.ids, "right").token_ids == wanted.ids
+    logits = want(PROMPT, MODES["greedy"]).raw[0]
+    token = max(PROMPT, key=lambda token: abs(float(logits[token])))
+    assert abs(float(logits[token])) > 1
+    lift = float(logits.max() - logits[token]) + 0.5
+    params = replace(MODES["greedy"], **{name: 100.0}, logit_bias={token: lift})
+    wanted = want(PROMPT, params)
+    assert (wanted.ids[0] == token) == (name != "repetition_penalty")
+    assert token not in wanted.ids[1:]
+    assert run(scripted(4), PROMPT, params, wanted.ids, "right").token_ids == wanted.ids
 
 
 def test_penalties_in_a_batch(want: Any, scripted: Any) -> None:
@@ -155,6 +159,8 @@ def test_penalties_in_a_batch(want: Any, scripted: Any) -> None:
     many = [replace(MODES["warm"], seed=seed, **PENALTIES) for seed in range(3)]
     many += [MODES["warm"], MODES["greedy"], replace(MODES["greedy"], logit_bias={44: 6.0})]
     many += [replace(MODES["greedy"], repetition_penalty=1.3, logprobs=2)]
+    hold = replace(MODES["greedy"], max_new_tokens=2, repetition_penalty=1.3)
+    llm.generate([[*range(200)]] * 8, hold)  # every slot has seen most ids
     for prompts in ([PROMPT] * 7, [PROMPT[i % 4 :] for i in range(7)], [PROMPT] * 7):
         outs = llm.generate(prompts, many)
         for prompt, params, out in zip(prompts, many, outs, strict=True):
@@ -166,7 +172,7 @@ def test_penalties_in_a_batch(want: Any, scripted: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "warm"])
-@pytest.mark.parametrize("least", [0, 1, 2, 4, 5, 8, 9, 13, NEW])
+@pytest.mark.parametrize("least", [0, 1, 4, 5, 8, 9, NEW])
 def test_no_stop_before_min_new(
     scripted: Any, alone: LLM, want: Any, least: int, mode: str
 ) -> None:
@@ -188,7 +194,7 @@ def test_min_new_masks_the_end_ids(pair: Any, scripted: Any, want: Any, expect: 
     for least in (1, 3, 8, 12):
         params = SamplingParams(max_new_tokens=NEW, min_new_tokens=least)
         wanted = want(WORDY, replace(params, stop_token_ids=(plain[2], plain[7])))
-        for name in PATTERNS:
+        for name in PATTERNS[8]:
             out = run(engine, WORDY, params, wanted.ids, name)
             assert (out.token_ids, out.finish_reason) == (wanted.ids, wanted.reason)
         out = run(engine, WORDY, replace(params, ignore_eos=True), plain, "right")
@@ -209,9 +215,10 @@ def same_logprobs(out: Any, raw: list[Tensor], count: int) -> None:
         assert [x for _, x in got.top] == pytest.approx(values.tolist(), abs=1e-8)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 20])
-@pytest.mark.parametrize("name", ["nothing", "everything"])
-@pytest.mark.parametrize("mode", ["greedy", "filtered"])
+@pytest.mark.parametrize("count", [0, 1, 20])
+@pytest.mark.parametrize(
+    ("mode", "name"), [("greedy", "nothing"), ("greedy", "everything"), ("filtered", "everything")]
+)
 def test_logprobs_are_of_the_raw_logits(
     scripted: Any, alone: LLM, want: Any, mode: str, name: str, count: int
 ) -> None:
@@ -225,7 +232,7 @@ def test_logprobs_are_of_the_raw_logits(
         same_logprobs(out, wanted.raw, count)
 
 
-@pytest.mark.parametrize("place", [0, 1, 3, 7, 8, 9, 12])
+@pytest.mark.parametrize("place", [0, 3, 7, 8, 9, 12])
 @pytest.mark.parametrize("name", ["right", "third wrong"])
 def test_a_stop_id_leaves_no_more_logprobs(scripted: Any, want: Any, place: int, name: str) -> None:
     plain = want(WORDY, MODES["greedy"])
@@ -245,7 +252,7 @@ def words(ids: list[int]) -> str:
     return "".join(f"{chr(97 + i % 26)}{i // 26}" for i in ids if i < 300)
 
 
-@pytest.mark.parametrize("first", [0, 2, 5, 6, 7, 8, 11])
+@pytest.mark.parametrize("first", [0, 2, 4, 7, 8, 11])
 @pytest.mark.parametrize("name", ["right", "wrong"])
 def test_stop_strings_trim_logprobs(
     pair: Any, scripted: Any, want: Any, no_leak: Any, first: int, name: str
