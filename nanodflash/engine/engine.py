@@ -46,6 +46,8 @@ class RequestHandle:
             if isinstance(item, BaseException):
                 raise item
             yield item
+            if item.finish_reason is not None:
+                return
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """The same for asyncio; a reader that is cancelled ends the request."""
@@ -57,7 +59,7 @@ class RequestHandle:
 
         self._notify = notify
         try:
-            while True:
+            while not (self.done and self._chunks.empty()):
                 arrived.clear()  # before looking: what is put later sets it again
                 while not self._chunks.empty():
                     item = self._chunks.get()

@@ -1,0 +1,33 @@
+"""A handle can be waited for and read in any order, any number of times."""
+
+from typing import Any
+
+import pytest
+
+from nanodflash import SamplingParams
+
+THREE = SamplingParams(max_new_tokens=3)
+
+
+@pytest.mark.parametrize("first", ["result", "iterate"])
+@pytest.mark.parametrize("second", ["result", "iterate"])
+def test_a_handle_is_read_twice(open_llm: Any, expect: Any, first: str, second: str) -> None:
+    handle = open_llm().submit([5, 6], THREE)
+    for how in (first, second):
+        if how == "result":
+            assert handle.result().token_ids == expect([5, 6], THREE)[0]
+        else:
+            list(handle)
+    assert list(handle) == []
+
+
+@pytest.mark.parametrize("how", ["result", "iterate"])
+def test_what_ended_it_is_raised(open_llm: Any, how: str) -> None:
+    def fails(tokens: Any, length: Any) -> Any:
+        raise RuntimeError("scripted failure")
+
+    handle = open_llm(proposer=fails).submit([5, 6], THREE)
+    with pytest.raises(RuntimeError, match="scripted failure"):
+        handle.result() if how == "result" else list(handle)
+    with pytest.raises(RuntimeError, match="scripted failure"):
+        handle.result()
