@@ -18,6 +18,8 @@ def test_a_handle_is_read_twice(open_llm: Any, expect: Any, first: str, second: 
             assert handle.result().token_ids == expect([5, 6], THREE)[0]
         else:
             list(handle)
+    rest = [token for chunk in handle for token in chunk.token_ids]
+    assert rest == ([] if "iterate" in (first, second) else handle.result().token_ids)
     assert list(handle) == []
 
 
