@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., C] scaled to unit mean square, rounded to its dtype, times `weight` [C]."""
+    """[..., C] scaled to unit mean square, rounded to its dtype, times `weight` [C] or [H, C]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
@@ -21,7 +21,7 @@ def norm_rope(x: Tensor, weight: Tensor, eps: float, rotary: tuple[Tensor, Tenso
     """RMSNorm over the head, then rotate-half RoPE.
 
     Args:
-        x:      [..., H, D].  weight: [D].
+        x:      [..., H, D].  weight: [D], or [H, D] with one for each head.
         rotary: cos, sin [..., 1, D]; the first half of sin carries the sign of the rotation.
     """
     cos, sin = rotary
@@ -89,7 +89,9 @@ def paged_attention(
     Returns:
         [B, S, Hq, D].
     """
-    kv = rows.index_select(0, pages.flatten()).view(pages.shape[0], -1, *rows.shape[2:])
+    # Whole pages as rows of a matrix: the one shape that index_select copies at memory speed.
+    kv = rows.flatten(1).index_select(0, pages.flatten())
+    kv = kv.view(pages.shape[0], -1, *rows.shape[2:])
     kv.masked_fill_(unwritten[:, :, None, None, None], 0.0)  # `kv` is a copy, and ours
     k, v = kv.transpose(1, 3).unbind(2)  # [B, Hkv, n*P, D]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)

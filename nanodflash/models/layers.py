@@ -109,9 +109,12 @@ class Layer(nn.Module):
         """
         x = ops.rms_norm(h, self.input_layernorm, self.eps)
         qkv = F.linear(x, self.qkv_proj).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], -2)
-        q = ops.norm_rope(q, self.q_norm, self.eps, rotary)
-        k = ops.norm_rope(k, self.k_norm, self.eps, rotary)
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], -2)
+        # q and k in one pass, each head with its own weight
+        q_norm, k_norm = self.q_norm.expand(self.num_heads, -1), self.k_norm
+        norms = torch.cat((q_norm, k_norm.expand(self.num_kv_heads, -1)))
+        qk = ops.norm_rope(qk, norms, self.eps, rotary)
+        q, k = qk.split([self.num_heads, self.num_kv_heads], -2)
         h = h + F.linear(memory.attend(self.index, q, k, v).flatten(-2), self.o_proj)
         x = ops.rms_norm(h, self.post_attention_layernorm, self.eps)
         return h + F.linear(ops.silu_mul(F.linear(x, self.gate_up_proj)), self.down_proj)
