@@ -67,6 +67,7 @@ def make_parser() -> Parser:
     models.add_argument(
         "--max-seqs", type=int, default=EngineConfig.max_seqs, metavar="N", help="that run at once"
     )
+    models.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     models.add_argument("--device", default="auto", help="auto, cpu or cuda")
     models.add_argument("--dtype", default="auto", help="auto, bf16, fp32 or fp64")
 
@@ -165,6 +166,7 @@ def run(argv: list[str] | None) -> int:
         block_size=args.block_size,
         max_model_len=args.max_model_len,
         max_seqs=args.max_seqs,
+        graphs=args.graphs,
         revision=args.revision,
         draft_revision=args.draft_revision,
     ) as llm:

@@ -69,6 +69,7 @@ class LLM:
         num_pages:     pages of each pool; None holds 8 full sequences.
         max_seqs:      requests that run at once; more wait their turn.
         prefix_cache:  keep full pages of ended requests for prompts that start alike.
+        graphs:        replay captured steps where that is possible; False runs all from Python.
         proposer:      (tokens [B, Lmax], len [B]) -> ids [B, S-1], instead of the drafter's ids;
                        tokens[b, len[b]] is the last emitted one.
         seed:          seeds the seeds of requests that bring none.
@@ -90,6 +91,7 @@ class LLM:
         num_pages: int | None = None,
         max_seqs: int = 8,
         prefix_cache: bool = True,
+        graphs: bool = True,
         proposer: Proposer | None = None,
         seed: int | None = None,
         revision: str | None = None,
@@ -130,7 +132,7 @@ class LLM:
                 drafter = load_model(DFlash, draft_config, draft_checkpoint, *place)
             return Decoder(target, drafter, self.config, proposer)
 
-        self.engine = Engine(load, self.config, self.draft_limit, draft is not None)
+        self.engine = Engine(load, self.config, self.draft_limit, draft is not None, graphs)
         weakref.finalize(self, self.engine.close)  # a thread must not outlive the interpreter
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 

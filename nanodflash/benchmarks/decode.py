@@ -15,8 +15,6 @@ from nanodflash import LLM, GenerationOutput, SamplingParams
 from nanodflash.engine.metrics import Metrics
 from nanodflash.train import corpus
 
-WARM_UP = 2  # prompts, before the first round; never a sample
-
 
 def prompt_set(llm: LLM, count: int) -> list[list[int]]:
     """Ids of held-out problems, laid out as chats; none was in the training stream."""
@@ -43,7 +41,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
     params = SamplingParams(max_new_tokens=max_new)
     runner = llm.engine.runner
     for speculate in (True, False):
-        one_by_one(llm, prompts[:WARM_UP], params, speculate)
+        one_by_one(llm, prompts, params, speculate)  # a whole round of warm-up, never a sample
     samples: dict[str, list[dict[str, float]]] = {"speculative": [], "plain": []}
     tokens: dict[str, list[list[int]]] = {}
     metrics = Metrics()
@@ -92,8 +90,9 @@ def run_peer(
         generate: prompt ids -> (new ids, target forwards without prefill).
     """
     params = SamplingParams(max_new_tokens=max_new)
-    for prompt in prompts[:WARM_UP]:
+    for prompt in prompts:
         generate(prompt)
+    one_by_one(llm, prompts, params)
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     identical, cycles, emitted = 0, 0, 0

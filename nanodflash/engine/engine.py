@@ -104,6 +104,7 @@ class Engine:
         make_decoder: loads the models; called in the engine's thread, its errors are raised here.
         draft_limit:  first position at which proposals are not counted.
         drafts:       whether there is a drafter.
+        graphs:       replay cycles where that is possible.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Engine:
         config: EngineConfig,
         draft_limit: int,
         drafts: bool,
+        graphs: bool = True,
     ) -> None:
         self.scheduler = Scheduler(config, draft_limit, drafts, self._emit)
         self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
@@ -122,7 +124,7 @@ class Engine:
         self._threads = torch.get_num_threads()
         loaded: SimpleQueue[Runner | BaseException] = SimpleQueue()
         self._thread = threading.Thread(
-            target=self._run, args=(make_decoder, loaded), name="nanodflash", daemon=True
+            target=self._run, args=(make_decoder, graphs, loaded), name="nanodflash", daemon=True
         )
         self._thread.start()
         runner = loaded.get()
@@ -166,11 +168,14 @@ class Engine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(
-        self, make_decoder: Callable[[], Decoder], loaded: "SimpleQueue[Runner | BaseException]"
+        self,
+        make_decoder: Callable[[], Decoder],
+        graphs: bool,
+        loaded: "SimpleQueue[Runner | BaseException]",
     ) -> None:
         torch.set_num_threads(self._threads)  # a new thread would run small matmuls far slower
         try:
-            runner = Runner(make_decoder())
+            runner = Runner(make_decoder(), graphs)
         except BaseException as error:
             loaded.put(error)
             return

@@ -1,0 +1,131 @@
+"""A fast CPU step: what a CUDA graph is on a GPU, a traced closure is here.
+
+At the size of a small model most of a step's time goes to dispatching its operations from Python.
+A cycle whose shapes are known is traced once and replayed. What a step writes (state and pages) is
+an input of its trace: the optimiser takes constants for immutable, and would drop the writes.
+Weights are constants. Since no step asks the device for anything, a trace holds for every value
+that its buffers take.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanodflash.decoding.cycle import (
+    Decoder,
+    Result,
+    Verified,
+    commit_step,
+    draft_step,
+    verify_step,
+)
+from nanodflash.decoding.plan import Facts
+
+AFTER = 96  # uses of a key before it is traced: what a trace costs is saved in about so many
+MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
+
+Tensors = tuple[Tensor, ...]
+
+
+class EagerCycle:
+    """The three steps of a cycle, run from Python."""
+
+    def __init__(self, decoder: Decoder, facts: Facts) -> None:
+        self.decoder, self.facts = decoder, facts
+
+    def draft(self, slots: Tensor) -> Tensor:
+        """`draft_step`."""
+        return draft_step(self.decoder, slots, self.facts)
+
+    def verify(self, slots: Tensor, proposals: Tensor | None) -> Verified:
+        """`verify_step`."""
+        return verify_step(self.decoder, slots, proposals, self.facts)
+
+    def commit(self, slots: Tensor, verified: Verified) -> Result:
+        """`commit_step`."""
+        return commit_step(self.decoder, slots, verified)
+
+
+class TracedCycle(EagerCycle):
+    """The same for one key (batch size and facts), replayed from traces.
+
+    Args:
+        after: cycles that run as they are before the steps are traced.
+    """
+
+    def __init__(self, decoder: Decoder, facts: Facts, after: int | None = None) -> None:
+        super().__init__(decoder, facts)
+        self.after = AFTER if after is None else after
+        pools = (decoder.target_pool, decoder.draft_pool)
+        self._written = _present(
+            *vars(decoder.state).values(), *(pool.rows for pool in pools if pool is not None)
+        )
+        self._uses: dict[str, int] = {}
+        self._traced: dict[str, Callable[..., Tensors]] = {}
+
+    def draft(self, slots: Tensor) -> Tensor:
+        """`draft_step`; a caller's proposer is foreign code and is not traced."""
+        if self.decoder.proposer is not None:
+            return super().draft(slots)
+        step = lambda slots: (draft_step(self.decoder, slots, self.facts),)  # noqa: E731
+        return self._run("draft", step, slots)[0]
+
+    def verify(self, slots: Tensor, proposals: Tensor | None) -> Verified:
+        """`verify_step`."""
+
+        def step(slots: Tensor, *proposals: Tensor) -> Tensors:
+            verified = verify_step(self.decoder, slots, (*proposals, None)[0], self.facts)
+            return _present(*verified[:4])
+
+        given = _present(proposals)
+        positions, tokens, accepted, *features = self._run("verify", step, slots, *given)
+        return Verified(positions, tokens, accepted, (*features, None)[0], None)
+
+    def commit(self, slots: Tensor, verified: Verified) -> Result:
+        """`commit_step`."""
+
+        def step(slots: Tensor, *given: Tensor) -> Tensors:
+            positions, tokens, accepted, *features = given
+            known = Verified(positions, tokens, accepted, (*features, None)[0], None)
+            return (commit_step(self.decoder, slots, known).record,)
+
+        return Result(self._run("commit", step, slots, *_present(*verified[:4]))[0], None)
+
+    def _run(self, name: str, step: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
+        """Run a step as it is, then traced."""
+        self._uses[name] = self._uses.get(name, 0) + 1
+        with torch.inference_mode():
+            if self._uses[name] == self.after + 1:
+                return self._trace(name, step, inputs)
+            if name in self._traced:
+                return self._traced[name](*inputs, *self._written)
+            return step(*inputs)
+
+    def _trace(self, name: str, step: Callable[..., Tensors], inputs: Tensors) -> Tensors:
+        """Trace a step by running it, once: a second run would commit a second time."""
+        made: list[Tensors] = []
+
+        def recorded(*given: Tensor) -> Tensors:
+            made.append(step(*given[: len(inputs)]))  # the others it finds in the decoder
+            return made[-1]
+
+        with warnings.catch_warnings():
+            # The tracer warns that lengths and shapes become constants: they are the key.
+            warnings.simplefilter("ignore")
+            self._traced[name] = torch.jit.trace(
+                recorded, (*inputs, *self._written), check_trace=False
+            )
+        (result,) = made
+        return result
+
+
+def _present(*tensors: Tensor | None) -> Tensors:
+    return tuple(tensor for tensor in tensors if tensor is not None)
+
+
+def round_pages(pages: int) -> int:
+    """Round up so that few keys occur: exact to 4, then four steps an octave."""
+    grain = 1 << max(pages.bit_length() - 3, 0)
+    return -(-pages // grain) * grain

@@ -1,0 +1,108 @@
+"""Replays from traces: what the engine emits is what the oracle emits, at lengths never traced."""
+
+from typing import Any
+
+import pytest
+
+from nanodflash import SamplingParams
+from nanodflash.decoding.plan import Facts
+from nanodflash.engine import closures
+from nanodflash.engine.closures import EagerCycle, TracedCycle, round_pages
+
+LENGTHS = (40, 7, 1, 90, 23)
+
+
+def cycles(llm: Any) -> list[TracedCycle]:
+    return list(llm.engine.runner._cycles.values())
+
+
+def prompt(length: int) -> list[int]:
+    return [(7 * i * i + length) % 300 for i in range(length)]
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closures, "AFTER", 1)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=30),
+        SamplingParams(max_new_tokens=30, temperature=1.0, top_p=0.9, seed=5),
+        SamplingParams(max_new_tokens=30, stop_token_ids=tuple(range(0, 320, 40))),
+    ],
+    ids=["greedy", "sampled", "stops"],
+)
+def test_replays_are_the_oracles(
+    open_llm: Any, expect: Any, early: None, params: SamplingParams, speculate: bool
+) -> None:
+    llm = open_llm(page_size=16)
+    for length in LENGTHS * 2:
+        (output,) = llm.generate(prompt(length), params, speculate)
+        assert (output.token_ids, output.finish_reason) == expect(prompt(length), params)
+    names = {"draft", "verify", "commit"} if speculate else {"verify", "commit"}
+    assert any(set(cycle._traced) == names for cycle in cycles(llm))
+
+
+@pytest.mark.parametrize("pattern", ["right", "third wrong", "random"])
+def test_scripted_acceptance(scripted: Any, expect: Any, early: None, pattern: str) -> None:
+    engine = scripted(8, page_size=5)
+    params = SamplingParams(max_new_tokens=40)
+    for length in LENGTHS:
+        assert (
+            engine.run(prompt(length), params, pattern).token_ids
+            == expect(prompt(length), params)[0]
+        )
+    # a caller's proposer is never traced
+    assert all(set(cycle._traced) <= {"verify", "commit"} for cycle in cycles(engine.llm))
+    assert any(cycle._traced for cycle in cycles(engine.llm))
+
+
+def test_batches_of_several_sizes(open_llm: Any, expect: Any, early: None) -> None:
+    llm = open_llm(page_size=16, max_seqs=6)
+    params = [SamplingParams(max_new_tokens=new) for new in (5, 9, 33, 20, 12, 28)]
+    prompts = [prompt(length) for length in (*LENGTHS, 11)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        for output, asked, wanted in zip(outputs, prompts, params, strict=True):
+            assert output.token_ids == expect(asked, wanted)[0]
+    rows = {key[0] for key, cycle in llm.engine.runner._cycles.items() if cycle._traced}
+    assert rows
+    assert max(rows) <= closures.MAX_ROWS
+
+
+def test_the_draft_pool_is_written_by_replays(open_llm: Any, early: None) -> None:
+    """Cycles and acceptance, not only ids, are those of a run from Python."""
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    counts = []
+    for graphs in (True, False):
+        llm = open_llm(page_size=16, graphs=graphs, prefix_cache=False)
+        outputs = [llm.generate(prompt(length), params)[0] for length in LENGTHS]
+        counts.append([(o.token_ids, o.metrics.emitted, o.metrics.accepted_at) for o in outputs])
+        pools = [llm.engine.runner.decoder.draft_pool.rows, llm.engine.runner.decoder.state.len]
+        counts[-1].append([pool.clone() for pool in pools])
+        assert bool(cycles(llm)) == graphs
+    assert counts[0][:-1] == counts[1][:-1]
+    for a, b in zip(counts[0][-1], counts[1][-1], strict=True):
+        assert a.equal(b)
+
+
+def test_what_is_not_traced(open_llm: Any, early: None) -> None:
+    llm = open_llm(max_seqs=6)
+    penalised = SamplingParams(max_new_tokens=20, presence_penalty=0.5)
+    llm.generate([prompt(5)] * 3, penalised)
+    llm.generate([prompt(5)] * 6, SamplingParams(max_new_tokens=1))
+    assert cycles(llm) == []
+    facts = Facts(16, "greedy", True, 64)
+    assert type(llm.engine.runner._cycle_of(closures.MAX_ROWS + 1, facts)) is EagerCycle
+    assert type(llm.engine.runner._cycle_of(closures.MAX_ROWS, facts)) is TracedCycle
+
+
+@pytest.mark.parametrize("pages", range(1, 200))
+def test_rounding(pages: int) -> None:
+    rounded = round_pages(pages)
+    assert pages <= rounded <= pages * 1.25 + 1
+    assert round_pages(rounded) == rounded
+    assert pages > 4 or rounded == pages
