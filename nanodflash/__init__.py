@@ -42,7 +42,7 @@ def _find_kernels() -> None:
         return
     spec = importlib.util.spec_from_file_location("nanodflash.kernels", source)
     if source.is_file() and spec is not None:
-        sys.meta_path.append(_Finder(spec))
+        sys.meta_path.insert(0, _Finder(spec))  # before an editable install of another checkout
 
 
 class _Finder:

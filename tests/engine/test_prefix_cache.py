@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import nanodflash.engine.runner as runner
+import nanodflash.engine.closures as closures
 from nanodflash import LLM, SamplingParams
 from nanodflash.engine.paging import OutOfPages, PagePool
 
@@ -256,8 +256,8 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
         seen.append(ids.tolist())
         return ids
 
-    step = runner.draft_step
-    monkeypatch.setattr(runner, "draft_step", draft_step)
+    step = closures.draft_step
+    monkeypatch.setattr(closures, "draft_step", draft_step)
     return seen
 
 

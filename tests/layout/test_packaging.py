@@ -18,10 +18,21 @@ spec = importlib.util.find_spec("kernels")
 print(nanodflash.__file__, nanodflash.kernels.__file__, spec and spec.origin, sep="\\n")
 """
 
+FORGET = """
+import sys
+for name in [name for name in sys.modules if name.startswith("__editable__")]:
+    finders = [f for f in sys.meta_path if getattr(f, "__module__", "") == name]
+    sys.meta_path[:] = [f for f in sys.meta_path if f not in finders]
+    del sys.modules[name]
+"""
+
 
 def probe(folder: Path, *paths: Path, site: Path | None = None) -> list[str]:
-    """Import from a folder with these on the path; where package and kernels were found."""
-    code = f"import site; site.addsitedir({str(site)!r})\n" + PROBE if site else PROBE
+    """Import from a folder with these on the path; where package and kernels were found.
+
+    A `site` stands for an environment: an editable install in this interpreter is put out of it.
+    """
+    code = f"{FORGET}import site; site.addsitedir({str(site)!r})\n{PROBE}" if site else PROBE
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     run = subprocess.run(
         [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code],
@@ -93,7 +104,10 @@ def test_editable_install(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_a_foreign_kernels_folder_is_left_alone(checkout: Path, tmp_path: Path) -> None:
-    """Without our pyproject.toml beside it, `../kernels` may be anybody's."""
+    """Without our pyproject.toml beside it, `../kernels` may be anybody's.
+
+    `-S`: an editable install in this interpreter would answer for `nanodflash.kernels`.
+    """
     site = tmp_path / "site"
     (site / "kernels").mkdir(parents=True)
     (site / "kernels/__init__.py").write_text("raise AssertionError('foreign')")
@@ -102,7 +116,7 @@ def test_a_foreign_kernels_folder_is_left_alone(checkout: Path, tmp_path: Path) 
     (site / "nanodflash/__init__.py").write_text(source)
     code = "import importlib.util as u, nanodflash; print(u.find_spec('nanodflash.kernels'))"
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-S", "-c", code],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(site)},
         capture_output=True,
