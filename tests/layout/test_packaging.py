@@ -32,7 +32,8 @@ def probe(folder: Path, *paths: Path, site: Path | None = None) -> list[str]:
 
     A `site` stands for an environment: an editable install in this interpreter is put out of it.
     """
-    code = f"{FORGET}import site; site.addsitedir({str(site)!r})\n{PROBE}" if site else PROBE
+    enter = f"import site; sys.path.insert(0, {str(site)!r}); site.addsitedir({str(site)!r})\n"
+    code = FORGET + enter + PROBE if site else PROBE
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     run = subprocess.run(
         [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code],
