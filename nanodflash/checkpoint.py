@@ -128,12 +128,18 @@ def _parts(model: nn.Module) -> dict[str, Part]:
 
 
 def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give the parameters memory. `to_empty` would part a tied head from its embedding."""
+    """Give the parameters memory. `to_empty` would part a tied head from its embedding.
+
+    On a CPU matrices lie by columns: products of few rows are up to twice as fast so.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
+    by_columns = torch.device(device).type == "cpu"
     for module in model.modules():
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if old not in made:
-                empty = torch.empty_like(old, device=device, dtype=dtype)
+                shape = old.shape[::-1] if by_columns else old.shape
+                empty = torch.empty(shape, device=device, dtype=dtype)
+                empty = empty.t() if by_columns else empty
                 made[old] = nn.Parameter(empty, requires_grad=False)
             setattr(module, key, made[old])
 
