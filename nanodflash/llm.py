@@ -16,10 +16,13 @@ from nanodflash.config import MAX_STOP_IDS, EngineConfig, SamplingParams, check_
 from nanodflash.decoding.cycle import Decoder, Proposer
 from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
-from nanodflash.engine.metrics import Metrics
+from nanodflash.engine.metrics import EngineMetrics, Metrics
 from nanodflash.engine.paging import PageStats
 from nanodflash.engine.progress import show_progress
 from nanodflash.engine.sequence import Chunk, TokenLogprobs
+from nanodflash.engine.steps import ModelSteps
+from nanodflash.engine.streams import open_stream
+from nanodflash.engine.trace import Trace
 from nanodflash.models.config import DraftConfig, TargetConfig, check_pair
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
@@ -70,6 +73,9 @@ class LLM:
         max_seqs:      requests that run at once; more wait their turn.
         prefix_cache:  keep full pages of ended requests for prompts that start alike.
         graphs:        replay captured steps where that is possible; False runs all from Python.
+        overlap:       plan and book beside the running step, in a thread of its own; "auto" does on
+                       CUDA. On a CPU both would share its cores.
+        trace:         file that a Chrome trace of the engine is written to when it closes.
         proposer:      (tokens [B, Lmax], len [B]) -> ids [B, S-1], instead of the drafter's ids;
                        tokens[b, len[b]] is the last emitted one.
         seed:          seeds the seeds of requests that bring none.
@@ -92,6 +98,8 @@ class LLM:
         max_seqs: int = 8,
         prefix_cache: bool = True,
         graphs: bool = True,
+        overlap: bool | str = "auto",
+        trace: str | Path | None = None,
         proposer: Proposer | None = None,
         seed: int | None = None,
         revision: str | None = None,
@@ -132,7 +140,18 @@ class LLM:
                 drafter = load_model(DFlash, draft_config, draft_checkpoint, *place)
             return Decoder(target, drafter, self.config, proposer)
 
-        self.engine = Engine(load, self.config, self.draft_limit, draft is not None, graphs)
+        ahead = _overlap(overlap, self.device)
+        self._trace = Trace(enabled=trace is not None)
+        self._trace_file = Path(trace) if trace is not None else None
+        self.engine = Engine(
+            lambda: ModelSteps(load(), graphs),
+            lambda: open_stream(self.device, ahead),
+            self.config,
+            self.draft_limit,
+            draft is not None,
+            ahead,
+            self._trace,
+        )
         weakref.finalize(self, self.engine.close)  # a thread must not outlive the interpreter
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
@@ -202,9 +221,16 @@ class LLM:
         """Pages by use: free, cached, live, total."""
         return self.engine.page_stats()
 
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Of the engine: steps, idle share of the device, slack of the host, surplus rows."""
+        return self.engine.metrics
+
     def close(self) -> None:
-        """End all requests and the engine's thread. Closing twice is fine."""
+        """End all requests and the engine's threads, and write the trace. Twice is fine."""
         self.engine.close()
+        if self._trace_file is not None:
+            self._trace.write(self._trace_file)
 
     def __enter__(self) -> "LLM":
         return self
@@ -300,6 +326,14 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name!r}, but torch sees no CUDA device here")
     return device
+
+
+def _overlap(wanted: bool | str, device: torch.device) -> bool:
+    if wanted == "auto":
+        return device.type == "cuda"
+    if not isinstance(wanted, bool):
+        raise ValueError(f"overlap is {wanted!r}, wanted auto, True or False")
+    return wanted
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -14,11 +14,14 @@ from torch import Tensor
 from nanodflash.checkpoint import save_model
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.cycle import Decoder, Result, prefill_step
-from nanodflash.decoding.plan import Admission, Facts, Span
+from nanodflash.decoding.packet import apply, pack
+from nanodflash.decoding.plan import Admission, Facts, Span, StepPlan
 from nanodflash.decoding.state import DeviceState
-from nanodflash.engine.runner import Runner
+from nanodflash.engine.runner import Results, Runner
 from nanodflash.engine.scheduler import Scheduler
 from nanodflash.engine.sequence import Sequence as HostSequence
+from nanodflash.engine.steps import ModelSteps
+from nanodflash.engine.streams import InlineStream
 from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
@@ -119,20 +122,21 @@ def admit(
     pages: Sequence[int] = (),
 ) -> None:
     """A fresh request into a slot."""
-    state.admit(
-        Admission(
-            slot=slot,
-            epoch=epoch,
-            ids=ids,
-            prompt_len=len(ids),
-            params=params,
-            budget=budget,
-            seed=seed,
-            stop_ids=stop_ids,
-            draft_limit=draft_limit,
-            pages=pages,
-        )
+    admission = Admission(
+        slot=slot,
+        epoch=epoch,
+        ids=ids,
+        prompt_len=len(ids),
+        params=params,
+        budget=budget,
+        seed=seed,
+        stop_ids=stop_ids,
+        draft_limit=draft_limit,
+        pages=pages,
     )
+    plan = StepPlan(1, Facts(1, "full", True, 1), [admission])
+    sections = pack(plan, state.page_table.shape[1])
+    apply(plan, [torch.from_numpy(section) for section in sections], state)
 
 
 def prefill(decoder: Decoder, spans: Sequence[Span], facts: Facts) -> Result | None:
@@ -142,13 +146,18 @@ def prefill(decoder: Decoder, spans: Sequence[Span], facts: Facts) -> Result | N
     return prefill_step(decoder, spans, *slots, facts)
 
 
+def run_plan(runner: Runner, plan: StepPlan) -> Results:
+    """Launch a plan and wait for it."""
+    return runner.results(runner.launch(plan))
+
+
 class Alone:
     """Scheduler and runner in the caller's thread, one request at a time."""
 
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         draft, self.config = decoder.draft, config
         limit = draft.config.max_position_embeddings if draft else config.max_model_len
-        self.runner = Runner(decoder)
+        self.runner = Runner(lambda: ModelSteps(decoder), InlineStream(), config)
         self.chunks: list[Any] = []
         self.scheduler = Scheduler(
             config,
@@ -163,8 +172,9 @@ class Alone:
         while engine_sequence.finish_reason is None:
             plan = self.scheduler.plan()
             assert plan is not None
-            results = self.runner.run(plan)
+            results = run_plan(self.runner, plan)
             self.scheduler.commit(results.finals, results.rows, results.logprobs)
+            self.scheduler.deliver()
             self.scheduler.check()
             yield from self.chunks
             self.chunks.clear()
@@ -174,6 +184,7 @@ class Alone:
         missing = -(-tokens // self.config.page_size) - len(sequence.pages)
         if missing > 0:
             fresh = self.scheduler.pages.allocate(missing)
-            state = self.runner.decoder.state
-            state.set_pages(sequence.slot, len(sequence.pages), fresh)
+            table = self.runner.steps.decoder.state.page_table
+            held = len(sequence.pages)
+            table[sequence.slot, held : held + missing] = torch.tensor(fresh)
             sequence.pages += fresh

@@ -15,6 +15,8 @@ from nanodflash import LLM, GenerationOutput, SamplingParams
 from nanodflash.engine.metrics import Metrics
 from nanodflash.train import corpus
 
+CYCLE = ("draft", "verify", "commit")
+
 
 def prompt_set(llm: LLM, count: int) -> list[list[int]]:
     """Ids of held-out problems, laid out as chats; none was in the training stream."""
@@ -39,7 +41,6 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
         tau with its histogram, milliseconds of a cycle by step, whether the tokens are identical.
     """
     params = SamplingParams(max_new_tokens=max_new)
-    runner = llm.engine.runner
     for speculate in (True, False):
         one_by_one(llm, prompts, params, speculate)  # a whole round of warm-up, never a sample
     samples: dict[str, list[dict[str, float]]] = {"speculative": [], "plain": []}
@@ -48,7 +49,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
     cycle_ms: dict[str, float] = {}
     for turn in range(rounds):
         for name in ("speculative", "plain") if turn % 2 == 0 else ("plain", "speculative"):
-            runner.seconds.update(dict.fromkeys(runner.seconds, 0.0))
+            before = llm.metrics.copy()
             began = time.perf_counter()
             outputs = one_by_one(llm, prompts, params, speculate=name == "speculative")
             seconds = time.perf_counter() - began
@@ -58,8 +59,8 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
             samples[name].append({"total": count / seconds, "decode": total.tokens_per_second})
             if name == "speculative":
                 metrics = total
-                parts = {k: v for k, v in runner.seconds.items() if k != "prefill"}
-                cycle_ms = {k: 1e3 * v / total.cycles for k, v in parts.items()}
+                parts = (llm.metrics - before).seconds
+                cycle_ms = {k: 1e3 * parts[k] / total.cycles for k in CYCLE}
     return {
         "prompts": len(prompts),
         "prompt_set": fingerprint(prompts),

@@ -9,7 +9,7 @@ RUN = """
 from nanodflash import LLM, SamplingParams
 llm = LLM(model={model!r}, draft={draft!r}, device="cpu")
 llm.generate([[5] * 200], SamplingParams(max_new_tokens=64, ignore_eos=True))
-decoder = llm.engine.runner.decoder
+decoder = llm.engine.runner.steps.decoder
 tensors = [*decoder.target.parameters(), *decoder.draft.parameters()]
 tensors += [decoder.target_pool.rows, decoder.draft_pool.rows]
 print(sum(t.numel() * t.element_size() for t in tensors))

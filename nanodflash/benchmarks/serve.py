@@ -44,8 +44,7 @@ def run_concurrency(
                 if count > 1:
                     later.append((last - began - first[-1]) / (count - 1))
 
-    runner = llm.engine.runner
-    runner.seconds.update(dict.fromkeys(runner.seconds, 0.0))
+    before = llm.metrics.copy()
     threads = [threading.Thread(target=client) for _ in range(clients)]
     began = time.perf_counter()
     for thread in threads:
@@ -61,7 +60,7 @@ def run_concurrency(
         "first_ms": _spread(first),
         "token_ms": _spread(later),
         "most_pages": most,
-        "outside_steps": 1 - sum(runner.seconds.values()) / seconds,
+        "outside_steps": 1 - (llm.metrics - before).busy_seconds / seconds,
     }
 
 

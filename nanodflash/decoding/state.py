@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nanodflash.config import MAX_BIASES, MAX_STOP_IDS, EngineConfig
-from nanodflash.decoding.plan import Admission
 
 FREE, ACTIVE, FINISHED = 0, 1, 2
 
@@ -106,48 +105,20 @@ class DeviceState:
             self.counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
             self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
 
-    def admit(self, admission: Admission) -> None:
-        """Give a slot to a request: every per-slot value is written, none survives from before.
-
-        The row stays inert until its prompt is in the cache: `prefill_step` makes it ACTIVE. With
-        the first token, or with the anchor it had before a preemption, `len` is then right.
-        """
-        slot, ids, params = admission.slot, admission.ids, admission.params
-        for tensor, value in (
-            (self.len, len(ids) - 1),
-            (self.anchor, ids[-1]),
-            (self.budget, admission.budget),
-            (self.state, FREE),
-            (self.epoch, admission.epoch),
-            (self.prompt_len, admission.prompt_len),
-            (self.draft_limit, admission.draft_limit),
-            (self.temperature, params.temperature),
-            (self.top_k, params.top_k),
-            (self.top_p, params.top_p),
-            (self.min_p, params.min_p),
-            (self.seed, admission.seed),
-            (self.min_new, params.min_new_tokens),
-            (self.repetition, params.repetition_penalty),
-            (self.presence, params.presence_penalty),
-            (self.frequency, params.frequency_penalty),
-        ):
-            tensor[slot] = value
-        self.page_table[slot] = 0
-        self.set_pages(slot, 0, admission.pages)
-        self.tokens[slot, : len(ids)] = torch.tensor(ids)
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(admission.stop_ids)] = torch.tensor(list(admission.stop_ids))
-        self.bias_ids[slot], self.bias[slot] = 0, 0.0
-        if params.logit_bias:
-            biased, values = zip(*params.logit_bias, strict=True)
-            self.bias_ids[slot, : len(biased)] = torch.tensor(biased)
-            self.bias[slot, : len(biased)] = torch.tensor(values)
+    def count_ids(self, slot: int, prompt_len: int, length: int) -> None:
+        """Fill a slot's tables of penalties from its first `length` ids, where there are any."""
         if self.counts is not None and self.in_prompt is not None:
-            output = self.tokens[slot, admission.prompt_len : len(ids)]
-            self.counts[slot] = torch.bincount(output, minlength=self.counts.shape[1])
-            self.in_prompt[slot] = False
-            self.in_prompt[slot].index_fill_(0, self.tokens[slot, : admission.prompt_len], True)
+            output = self.tokens[slot, prompt_len:length]
+            self.counts[slot].zero_().index_add_(
+                0, output, torch.ones_like(output, dtype=torch.int32)
+            )
+            self.in_prompt[slot].zero_().index_fill_(0, self.tokens[slot, :prompt_len], True)
 
-    def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Write page ids into a slot's table from column `first` on."""
-        self.page_table[slot, first : first + len(pages)] = torch.tensor(list(pages))
+    def forget(self, slots: Sequence[int]) -> None:
+        """Make slots inert: what later steps do for them goes to the dummy page and emits nothing.
+
+        After a step that failed, whose admissions may not have come through.
+        """
+        for slot in slots:
+            self.state[slot] = FREE
+            self.page_table[slot] = 0

@@ -1,23 +1,27 @@
-"""The loop around scheduler and runner, in a thread of its own; handles reach into it.
+"""The loop around scheduler and runner, in threads of its own; handles reach into it.
 
-Only that thread touches scheduler and device. Other threads put requests and aborts into the
-inbox and take chunks out of their handle's queue.
+The bookkeeping thread alone touches the scheduler. With overlap a device thread launches what it
+plans, two steps ahead: while the device runs step n, the numbers of n-1 are committed, n+1 is
+handed over, and then the texts of n-1 are made. Without overlap one thread does the same in turn.
+Other threads put requests and aborts into the inbox and take chunks out of their handle's queue.
 """
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 
-import torch
-
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.cycle import Decoder
+from nanodflash.decoding.plan import StepPlan
+from nanodflash.engine.metrics import EngineMetrics
 from nanodflash.engine.paging import PageStats
-from nanodflash.engine.runner import Runner
+from nanodflash.engine.runner import DEPTH, Runner, Steps, Ticket
 from nanodflash.engine.scheduler import Scheduler
 from nanodflash.engine.sequence import Chunk, Sequence
+from nanodflash.engine.streams import Stream
+from nanodflash.engine.trace import Trace
 
 
 class RequestHandle:
@@ -96,39 +100,52 @@ class RequestHandle:
 class Engine:
     """Takes requests at any time from any thread and keeps the device full.
 
-    The models are loaded in the engine's thread too: a second thread that has run parallel
-    operations keeps a pool of its own, and OpenMP then puts every idle worker to sleep between
-    two small operations (a step takes twice as long).
-
     Args:
-        make_decoder: loads the models; called in the engine's thread, its errors are raised here.
-        draft_limit:  first position at which proposals are not counted.
-        drafts:       whether there is a drafter.
-        graphs:       replay cycles where that is possible.
+        make_steps:  loads what does the work of steps; its errors are raised here.
+        open_stream: opens the stream that they run on.
+        draft_limit: first position at which proposals are not counted.
+        drafts:      whether there is a drafter.
+        overlap:     launch from a thread of its own, two steps ahead.
+        trace:       record what happens when.
+    Attributes:
+        metrics: of the engine's life so far.
     """
 
     def __init__(
         self,
-        make_decoder: Callable[[], Decoder],
+        make_steps: Callable[[], Steps],
+        open_stream: Callable[[], Stream],
         config: EngineConfig,
         draft_limit: int,
         drafts: bool,
-        graphs: bool = True,
+        overlap: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, draft_limit, drafts, self._emit)
+        self.metrics, self.trace = EngineMetrics(), trace or Trace(enabled=False)
+        self._depth = DEPTH if overlap else 1
         self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
         self._inbox: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._lock = threading.Lock()  # of submitting and closing
         self._closed = False
         self._error: BaseException | None = None
-        self._threads = torch.get_num_threads()
-        loaded: SimpleQueue[Runner | BaseException] = SimpleQueue()
+        self._ended = 0.0  # of the latest committed step, on the device's clock
+        self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._tickets: SimpleQueue[Ticket | BaseException] = SimpleQueue()
+        self._launcher = threading.Thread(
+            target=self._launch_all, name="nanodflash-device", daemon=True
+        )
+        opened: SimpleQueue[Runner | BaseException] = SimpleQueue()
         self._thread = threading.Thread(
-            target=self._run, args=(make_decoder, graphs, loaded), name="nanodflash", daemon=True
+            target=self._run,
+            args=(lambda: Runner(make_steps, open_stream(), config), opened),
+            name="nanodflash",
+            daemon=True,
         )
         self._thread.start()
-        runner = loaded.get()
+        runner = opened.get()
         if isinstance(runner, BaseException):
+            self._thread.join()
             raise runner
         self.runner = runner
 
@@ -142,7 +159,7 @@ class Engine:
         return handle
 
     def require_open(self) -> None:
-        """RuntimeError once closed, or once the engine's thread has failed."""
+        """RuntimeError once closed, or once one of the engine's threads has failed."""
         if self._error is not None:
             raise RuntimeError("this LLM's engine has failed") from self._error
         if self._closed:
@@ -153,7 +170,7 @@ class Engine:
         self._inbox.put(("abort", sequence))
 
     def close(self) -> None:
-        """End all requests and the thread. Closing twice is fine."""
+        """End all requests and the threads. Closing twice is fine."""
         with self._lock:
             self._closed = True
         self._inbox.put(("close", None))
@@ -165,24 +182,25 @@ class Engine:
         self.require_open()
         return self.scheduler.pages.stats()
 
-    # ------------------------------------------------------------------ the engine's thread
+    # ------------------------------------------------------------------ the bookkeeping thread
 
     def _run(
-        self,
-        make_decoder: Callable[[], Decoder],
-        graphs: bool,
-        loaded: "SimpleQueue[Runner | BaseException]",
+        self, open_runner: Callable[[], Runner], opened: "SimpleQueue[Runner | BaseException]"
     ) -> None:
-        torch.set_num_threads(self._threads)  # a new thread would run small matmuls far slower
         try:
-            runner = Runner(make_decoder(), graphs)
+            self.runner = open_runner()
         except BaseException as error:
-            loaded.put(error)
+            opened.put(error)
             return
-        loaded.put(runner)
+        opened.put(self.runner)
+        if self._depth > 1:
+            self._launcher.start()
         try:
-            while self._read_inbox(wait=not self.scheduler.busy):
-                self._step(runner)
+            while self._read_inbox():
+                self._hand_over()
+                with self.trace.span("bookkeeping", "text"):
+                    self.scheduler.deliver()
+                self._commit()
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.scheduler.abort(sequence)
         except BaseException as error:  # a fault of ours: nobody may wait for ever
@@ -190,12 +208,20 @@ class Engine:
                 self._error = error
             for handle in list(self._handles.values()):
                 handle.put(error)
+        finally:
+            if self._depth > 1:
+                self._plans.put(None)
+                self._launcher.join()
+            self.runner.close()
 
-    def _read_inbox(self, wait: bool) -> bool:
+    def _read_inbox(self) -> bool:
         """Take all messages, waiting for the first where there is nothing else to do."""
-        while wait or not self._inbox.empty():
+        resting = not self.scheduler.busy
+        while resting or not self._inbox.empty():
             what, sequence = self._inbox.get()
-            wait = False
+            if resting:
+                self._ended = 0.0  # what the device waited for was a request, not the host
+            resting = False
             if sequence is None:
                 return False
             if what == "add":
@@ -204,20 +230,59 @@ class Engine:
                 self.scheduler.abort(sequence)
         return True
 
-    def _step(self, runner: Runner) -> None:
-        """Plan, run, commit."""
-        plan = self.scheduler.plan()
-        if plan is None:
+    def _hand_over(self) -> None:
+        """Plan and launch until enough steps are on their way."""
+        while self.scheduler.launched < self._depth:
+            with self.trace.span("bookkeeping", "plan"):
+                plan = self.scheduler.plan()
+            if plan is None:
+                return
+            self.metrics.launched[self.scheduler.launched] += 1
+            if self._depth > 1:
+                self._plans.put(plan)
+            else:
+                self._tickets.put(self._launch(plan))
+
+    def _commit(self) -> None:
+        """Wait for the oldest step and commit its numbers."""
+        if not self.scheduler.launched:
             return
-        try:
-            results = runner.run(plan)
-        except Exception as error:  # whatever a step raises ends the requests in it, and only them
-            self.scheduler.fail(error)
-        else:
+        began = time.perf_counter()
+        with self.trace.span("bookkeeping", "wait"):
+            ticket = self._tickets.get()
+            if isinstance(ticket, BaseException):
+                raise ticket
+            try:
+                results = self.runner.results(ticket)
+            except Exception as error:
+                if ticket.error is not error:  # not of the step's work: the device itself
+                    raise
+        waited = time.perf_counter() - began
+        with self.trace.span("bookkeeping", "commit"):
+            if ticket.error is not None:  # ends the requests in this step, and only them
+                self.scheduler.fail(ticket.error)
+                return
             self.scheduler.commit(results.finals, results.rows, results.logprobs)
+        self.trace.step(ticket)
+        self.metrics.count_step(results, self._ended, waited, self.scheduler.surplus)
+        self._ended = results.ended
 
     def _emit(self, sequence: Sequence, item: Chunk | BaseException) -> None:
         handle = self._handles[id(sequence)]
         if isinstance(item, BaseException) or item.finish_reason is not None:
             del self._handles[id(sequence)]
         handle.put(item)
+
+    # ------------------------------------------------------------------ the device thread
+
+    def _launch_all(self) -> None:
+        """Launch plans in order; a fault is the bookkeeping thread's to raise."""
+        try:
+            while (plan := self._plans.get()) is not None:
+                self._tickets.put(self._launch(plan))
+        except BaseException as error:
+            self._tickets.put(error)
+
+    def _launch(self, plan: StepPlan) -> Ticket:
+        with self.trace.span("device thread", "launch"):
+            return self.runner.launch(plan)

@@ -7,6 +7,7 @@ to no cycle: tokens = 1 + the sum of `num_emitted`.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass
@@ -110,6 +111,100 @@ class Metrics:
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.tokens_per_second,
+        }
+
+
+class Timing(Protocol):
+    """When a step ran: what `runner.Results` says of it, seconds on the device's clock."""
+
+    @property
+    def began(self) -> float:
+        """Its begin."""
+        ...
+
+    @property
+    def ended(self) -> float:
+        """Its end."""
+        ...
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each part."""
+        ...
+
+
+@dataclass
+class EngineMetrics:
+    """What is counted of an engine, all requests together.
+
+    Attributes:
+        steps:         committed.
+        busy_seconds:  that the device worked.
+        idle_seconds:  that it waited for the host between two steps while there was work.
+        slack_seconds: that the host waited for the device.
+        surplus:       rows of cycles that ran past the end of their request: launched before the
+                       host knew of it.
+        launched:      steps on their way, the new one included -> how often a plan made it so many.
+        seconds:       of each part of the steps.
+    """
+
+    steps: int = 0
+    busy_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    slack_seconds: float = 0.0
+    surplus: int = 0
+    launched: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def count_step(self, step: Timing, before: float, waited: float, surplus: int) -> None:
+        """Count one step.
+
+        Args:
+            before:  when the device ended the step before it; 0 where it had nothing to do since.
+            waited:  seconds that the host waited for this one.
+            surplus: rows past an end, ever since.
+        """
+        self.steps += 1
+        self.busy_seconds += step.ended - step.began
+        self.idle_seconds += max(0.0, step.began - before) if before else 0.0
+        self.slack_seconds += waited
+        self.surplus = surplus
+        for part, seconds in step.seconds.items():
+            self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time that the device waited for the host; 0 before the first step."""
+        total = self.busy_seconds + self.idle_seconds
+        return self.idle_seconds / total if total else 0.0
+
+    def __sub__(self, before: "EngineMetrics") -> "EngineMetrics":
+        """What came after a copy of these was taken."""
+        return EngineMetrics(
+            self.steps - before.steps,
+            self.busy_seconds - before.busy_seconds,
+            self.idle_seconds - before.idle_seconds,
+            self.slack_seconds - before.slack_seconds,
+            self.surplus - before.surplus,
+            self.launched - before.launched,
+            {part: s - before.seconds.get(part, 0.0) for part, s in self.seconds.items()},
+        )
+
+    def copy(self) -> "EngineMetrics":
+        """These, as they are now."""
+        return self - EngineMetrics()
+
+    def as_dict(self) -> dict[str, object]:
+        """All counts and figures, for JSON; milliseconds a step."""
+        steps = max(self.steps, 1)
+        return {
+            "steps": self.steps,
+            "idle_share": self.idle_share,
+            "step_ms": 1e3 * self.busy_seconds / steps,
+            "slack_ms": 1e3 * self.slack_seconds / steps,
+            "surplus_rows": self.surplus,
+            "launched": {str(n): self.launched[n] for n in sorted(self.launched)},
+            "part_ms": {part: 1e3 * self.seconds[part] / steps for part in self.seconds},
         }
 
 

@@ -1,26 +1,70 @@
-"""Runs plans: the only caller of the device."""
+"""Launches plans: a ring of host buffers, one stream, tickets.
 
-import time
+A step is: copy the plan in, do it, copy the results out. Nothing here waits for the device but
+`results`. What does a step's work is a `Steps`: the models (`steps.py`), or a stand-in.
+
+Who owns a ring slot: the launching side from `launch` on, which hands it to the stream; the
+waiting side once the step's event has fired; nobody again after `results`.
+"""
+
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from nanodflash.decoding.cycle import Decoder, Result, prefill_step
-from nanodflash.decoding.plan import Facts, StepPlan
-from nanodflash.engine.closures import MAX_ROWS, EagerCycle, TracedCycle, round_pages
+from nanodflash.config import MAX_LOGPROBS, EngineConfig
+from nanodflash.decoding.packet import pack
+from nanodflash.decoding.plan import RECORD, StepPlan
 from nanodflash.engine.sequence import TokenLogprobs
+from nanodflash.engine.streams import Event, Stream
 
-PHASES = ("prefill", "draft", "verify", "commit")
+DEPTH = 2  # steps launched and not committed, at most
+BITS = 1 + 2 * MAX_LOGPROBS  # of a token's logprobs: the chosen one's, the likeliest, their ids
+Mark = Callable[[str], None]
+
+
+class Steps(Protocol):
+    """What does the work of steps. Every method is called where the stream's work is done."""
+
+    device: torch.device
+
+    def run(self, plan: StepPlan, sections: Ids[Tensor], result: Tensor, mark: Mark) -> None:
+        """Do one step.
+
+        Args:
+            sections: of `decoding.packet`, on the device; valid for this step only.
+            result:   int64, to be filled: records of the finals, of the rows, their logprobs.
+            mark:     called with the name of a part when it ends.
+        """
+        ...
+
+    def forget(self, slots: Ids[int]) -> None:
+        """A step that named these slots failed: steps behind it must not touch what is others'."""
+        ...
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a plan gave: records of its final chunks and of its rows, on the host."""
+    """What a step gave, on the host.
 
-    finals: Ids[Ids[int]]
-    rows: Ids[Ids[int]]
-    device: dict[str, Result]
+    Attributes:
+        finals, rows: records (columns of `plan`, then W ids) of final chunks and of rows.
+        began, ended: seconds, on the device's clock.
+        seconds:      of each part.
+    """
+
+    finals: list[list[int]]
+    rows: list[list[int]]
+    began: float
+    ended: float
+    seconds: dict[str, float]
+    bits: np.ndarray
 
     def logprobs(self, part: str, place: int, count: int) -> list[TokenLogprobs]:
         """Of all W tokens of one record, chosen and the `count` likeliest.
@@ -28,82 +72,136 @@ class Results:
         Args:
             part: "finals" or "rows".
         """
-        chosen, values, ids = (t[place].tolist() for t in self.device[part].logprobs or ())
-        return [
-            TokenLogprobs(one, list(zip(i[:count], v[:count], strict=True)))
-            for one, v, i in zip(chosen, values, ids, strict=True)
-        ]
+        width = len(self.rows[0]) - RECORD if self.rows else 1
+        first = place if part == "finals" else len(self.finals) + place * width
+        found = []
+        for row in self.bits[first : first + (1 if part == "finals" else width)]:
+            chosen, *values = row[: 1 + count].view(np.float64).tolist()
+            ids = row[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + count].tolist()
+            found.append(TokenLogprobs(chosen, list(zip(ids, values, strict=True))))
+        return found
+
+
+@dataclass
+class RingSlot:
+    """Host buffers of one step, pinned where that means something."""
+
+    packet: Tensor
+    result: Tensor
+
+
+@dataclass
+class Ticket:
+    """A launched step; the waiting side's from the moment it is handed on.
+
+    Attributes:
+        marks: name and end of each part; the first is the begin of the step.
+        error: what the step raised, known once `done` has fired.
+    """
+
+    plan: StepPlan
+    slot: RingSlot
+    done: Event | None = None
+    marks: list[tuple[str, Event]] = field(default_factory=list)
+    error: Exception | None = None
 
 
 class Runner:
-    """Owns the decoder and the buffers that carry a plan to it.
+    """Owns the stream, the ring and the device's end of it. One thread launches, one waits.
 
     Args:
-        graphs: replay cycles of few rows from traces; off, every step is run from Python.
-    Attributes:
-        seconds: host seconds spent in each phase so far. On a CPU the steps are synchronous, so
-                 these are the steps' own.
+        make_steps: loads what does the work; called where the stream's work is done.
     """
 
-    def __init__(self, decoder: Decoder, graphs: bool = True) -> None:
-        self.decoder = decoder
-        self.graphs = graphs and decoder.positions.device.type == "cpu"
-        self._cycles: dict[tuple[int, Facts, bool], TracedCycle] = {}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+    def __init__(
+        self, make_steps: Callable[[], Steps], stream: Stream, config: EngineConfig
+    ) -> None:
+        self.stream, self.config = stream, config
+        self.steps: Any = stream.call(make_steps)
+        widest = config.max_seqs * max(RECORD + 1 + BITS, RECORD + config.block_size * (1 + BITS))
+        # One more than can be launched: a slot is written again only behind its step's event.
+        self._free: SimpleQueue[RingSlot] = SimpleQueue()
+        for _ in range(DEPTH + 1):
+            self._free.put(RingSlot(stream.pinned(1024), stream.pinned(widest)))
+        self._packet, self._result = stream.call(
+            lambda: [
+                torch.zeros(size, dtype=torch.int64, device=self.steps.device)
+                for size in (1024, widest)
+            ]
+        )
 
-    def run(self, plan: StepPlan) -> Results:
-        """Admissions and page deltas, then prompt chunks, then a cycle."""
-        state = self.decoder.state
-        for admission in plan.admissions:
-            if admission.params.sampler == "full":
-                state.count_tokens(len(self.decoder.vocabulary))
-            state.admit(admission)
-        for delta in plan.deltas:
-            state.set_pages(*delta)
-        results = {}
-        if plan.spans:
-            began = time.perf_counter()
-            ready = [span for span in plan.spans if span.last]
-            final = prefill_step(
-                self.decoder,
-                plan.spans,
-                self._slots([span.slot for span in ready]),
-                self._slots([span.slot for span in ready if not span.resumed]),
-                plan.facts,
-            )
-            if final is not None:
-                results["finals"] = final
-            self.seconds["prefill"] += time.perf_counter() - began
-        if plan.rows:
-            results["rows"] = self._cycle(plan)
-        records = {part: result.record.tolist() for part, result in results.items()}
-        return Results(records.get("finals", []), records.get("rows", []), results)
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Hand a step to the stream. Whatever its work raises comes out of `results`."""
+        ticket = Ticket(plan, self._free.get_nowait())
+        sections = pack(plan, self.config.pages_per_seq)
+        sizes = [len(section) for section in sections]
+        self._copy_in(ticket.slot, np.concatenate(sections))
+        count = sum(_result_sizes(plan))
 
-    def _cycle(self, plan: StepPlan) -> Result:
-        batch = self._slots(plan.rows)
-        cycle = self._cycle_of(len(batch), plan.facts)
-        clock = [time.perf_counter()]
-        proposals = cycle.draft(batch) if plan.facts.width > 1 else None
-        clock.append(time.perf_counter())
-        verified = cycle.verify(batch, proposals)
-        clock.append(time.perf_counter())
-        result = cycle.commit(batch, verified)
-        clock.append(time.perf_counter())
-        for name, a, b in zip(PHASES[1:], clock, clock[1:], strict=False):
-            self.seconds[name] += b - a
-        return result
+        def work() -> None:
+            mark: Mark = lambda name: ticket.marks.append((name, self.stream.mark()))  # noqa: E731
+            mark("begin")
+            try:
+                parts = self._packet[: sum(sizes)].split(sizes)
+                self.steps.run(plan, parts, self._result[:count], mark)
+            except Exception as error:
+                ticket.error = error
+                self.steps.forget([*(span.slot for span in plan.spans), *plan.rows])
+            mark("end")
 
-    def _cycle_of(self, rows: int, facts: Facts) -> EagerCycle:
-        """The steps for these facts: traced ones are kept by all that is baked into them."""
-        if not self.graphs or rows > MAX_ROWS or facts.sampler == "full":
-            return EagerCycle(self.decoder, facts)
-        size, table = self.decoder.target_pool.page_size, self.decoder.state.page_table
-        pages = min(round_pages(-(-facts.kv_bound // size)), table.shape[1])
-        facts = replace(facts, kv_bound=pages * size)
-        key = (rows, facts, self.decoder.state.counts is None)
-        if key not in self._cycles:
-            self._cycles[key] = TracedCycle(self.decoder, facts)
-        return self._cycles[key]
+        self.stream.submit(work)
+        # In the stream, and before the next step writes the result again.
+        ticket.done = self.stream.copy(ticket.slot.result[:count], self._result[:count])
+        return ticket
 
-    def _slots(self, slots: Ids[int]) -> torch.Tensor:
-        return torch.tensor(slots, dtype=torch.int64, device=self.decoder.positions.device)
+    def _copy_in(self, slot: RingSlot, packet: np.ndarray) -> None:
+        size = len(packet)
+        if size > len(slot.packet):  # long prompts; never in the steady state
+            slot.packet = self.stream.pinned(2 * size)
+        source = slot.packet[:size]
+        source.numpy()[:] = packet
+
+        def work() -> None:
+            if size > len(self._packet):
+                self._packet = self._packet.new_zeros(2 * size)
+            self._packet[:size].copy_(source, non_blocking=True)
+
+        self.stream.submit(work)
+
+    def results(self, ticket: Ticket, timeout: float | None = None) -> Results:
+        """Wait for a step and read what it gave; its ring slot is free again.
+
+        Raises:
+            Exception: what the step's own work raised.
+        """
+        assert ticket.done is not None
+        ticket.done.wait(timeout)
+        plan, (head, body, logprobs) = ticket.plan, _result_sizes(ticket.plan)
+        flat = ticket.slot.result.numpy()[: head + body + logprobs].copy()
+        self._free.put(ticket.slot)
+        if ticket.error is not None:
+            raise ticket.error
+        times = [(name, event.time) for name, event in ticket.marks]
+        seconds: dict[str, float] = {}
+        for (_, begin), (name, end) in pairwise(times):
+            seconds[name] = seconds.get(name, 0.0) + end - begin
+        return Results(
+            flat[:head].reshape(-1, RECORD + 1).tolist(),
+            flat[head : head + body].reshape(-1, RECORD + plan.facts.width).tolist(),
+            times[0][1],
+            times[-1][1],
+            seconds,
+            flat[head + body :].reshape(-1, BITS),
+        )
+
+    def close(self) -> None:
+        """Wait for what is launched, and end the stream."""
+        self.stream.close()
+
+
+def _result_sizes(plan: StepPlan) -> tuple[int, int, int]:
+    """int64s of the finals' records, of the rows', of all logprobs."""
+    finals, rows = sum(span.last and not span.resumed for span in plan.spans), len(plan.rows)
+    width = plan.facts.width
+    tokens = (finals + rows * width) if plan.facts.sampler == "full" else 0
+    return finals * (RECORD + 1), rows * (RECORD + width), tokens * BITS

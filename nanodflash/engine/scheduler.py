@@ -1,8 +1,9 @@
 """Who gets what in the next step: plain Python over slots, pages and lengths.
 
-`plan` makes the next step from what the host knows, `commit` takes a step's records. Up to
-`depth` steps may be launched and not committed; the host then knows lengths only as bounds, and
-every rule below holds for bounds. First come, first served: a later request never takes pages
+`plan` makes the next step from what the host knows, `commit` takes a step's records, `deliver`
+makes texts of them: later, so that the next plan need not wait for it. Several steps may be
+launched and not committed; the host then knows lengths only as bounds, and every rule below holds
+for bounds. First come, first served: a later request never takes pages
 or a slot that an earlier one waits for, and is the first to be preempted.
 """
 
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from functools import partial
 
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.plan import (
@@ -31,6 +33,7 @@ from nanodflash.decoding.plan import (
     Span,
     StepPlan,
 )
+from nanodflash.engine.delivery import Committed, show
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.sequence import Chunk, Phase, Sequence, TokenLogprobs
 
@@ -58,6 +61,8 @@ class Scheduler:
                      drafter every row may use the prefix cache.
         emit:        called with (sequence, chunk) for every chunk, in order, or with the
                      exception that ended the request.
+    Attributes:
+        surplus: rows of cycles that were launched before the host knew of the end of a request.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Scheduler:
         self.leaving: list[Sequence] = []  # finished, still named by launched steps
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._launched: list[Launched] = []
+        self._committed: list[Committed] = []
+        self.surplus = 0
         self._arrivals = self._epochs = self._steps = 0
         self._last_kind = False
 
@@ -88,14 +95,20 @@ class Scheduler:
 
     def abort(self, sequence: Sequence) -> None:
         """End a request wherever it stands; nothing is emitted after the last chunk of this."""
+        self.deliver()  # what it was given before comes first
         if sequence.phase is Phase.FINISHED:
             return
-        self._finish(sequence, sequence.append([], 0, "abort"))
+        self._finish(sequence, sequence.show([], 0, "abort"))
 
     @property
     def busy(self) -> bool:
         """Whether any request is not finished, or a launched step not committed."""
-        return bool(self.waiting or self.running or self._launched)
+        return bool(self.waiting or self.running or self._launched or self._committed)
+
+    @property
+    def launched(self) -> int:
+        """Steps that are planned and not committed."""
+        return len(self._launched)
 
     # ------------------------------------------------------------------ planning
 
@@ -274,20 +287,23 @@ class Scheduler:
             rows:   of its cycle, in order.
             logprobs: ("finals" or "rows", place, likeliest) -> those of a record's tokens.
         """
+        self.deliver()
         launched = self._launched.pop(0)
         now = time.perf_counter()
         for sequence in launched.spans + launched.rows:
             sequence.inflight -= 1
-        chosen = iter(range(len(finals)))
+        first = 0
         for span, sequence in zip(launched.plan.spans, launched.spans, strict=True):
             if span.last and not span.resumed:
-                place = next(chosen)
-                self._take(sequence, finals[place], None, now, "finals", place, logprobs)
+                extra = logprobs and partial(logprobs, "finals", first)
+                self._take(sequence, finals[first], None, now, extra)
+                first += 1
             if sequence.phase in (Phase.PREFILL, Phase.DECODE):
                 self._publish(sequence, span.stop)
+        width = launched.plan.facts.width
         for place, sequence in enumerate(launched.rows):
-            width = launched.plan.facts.width
-            self._take(sequence, rows[place], width, now, "rows", place, logprobs)
+            extra = logprobs and partial(logprobs, "rows", place)
+            self._take(sequence, rows[place], width, now, extra)
         self._settle()
 
     def _settle(self) -> None:
@@ -305,43 +321,40 @@ class Scheduler:
         record: Record,
         width: int | None,
         now: float,
-        part: str,
-        place: int,
-        logprobs: Logprobs | None,
+        logprobs: Callable[[int], list[TokenLogprobs]] | None,
     ) -> None:
-        """Apply one record; width None is the first token, which belongs to no cycle."""
+        """Apply one record: lengths, and the end that the device knows of."""
         if sequence.phase is Phase.FINISHED or record[EPOCH] != sequence.epoch:
+            self.surplus += width is not None
             return  # a step that was launched before the host knew of the end
         start = len(sequence)
         ids = record[RECORD : RECORD + record[EMITTED]]
-        wanted, extra = sequence.params.logprobs, None
-        if wanted is not None and logprobs is not None:
-            extra = logprobs(part, place, wanted)[: len(ids)]
-        try:
-            chunk = sequence.append(ids, record[ACCEPTED], FINISH_REASON[record[FINISH]], extra)
-        except Exception as error:  # of its tokenizer: the others live on
-            self._finish(sequence, error)
-            return
-        kept = len(chunk.token_ids)
-        metrics = sequence.metrics
-        if width is None:
-            metrics.prompt_tokens = len(sequence.prompt)
-            metrics.prefill_seconds = now - sequence.started
+        wanted = sequence.params.logprobs
+        extra = logprobs(wanted)[: len(ids)] if logprobs and wanted is not None else None
+        reason = FINISH_REASON[record[FINISH]]
+        sequence.commit(ids)
+        self._committed.append(
+            Committed(sequence, ids, record[ACCEPTED], reason, extra, width, start, now)
+        )
+        self._publish(sequence, len(sequence))
+        if reason is not None:
+            self._retire(sequence)
         else:
-            proposed = max(0, min(width - 1, self.draft_limit - start - 1))
-            metrics.count_cycle(kept, min(record[ACCEPTED], kept), proposed)
-            metrics.decode_seconds += now - sequence.latest
-        sequence.latest = now
-        if sequence.finish_reason is None:
             assert record[LENGTH] == len(sequence), "host and device disagree on a length"
-            self._publish(sequence, len(sequence))
-            self.emit(sequence, chunk)
-        else:
-            self._publish(sequence, len(sequence))
-            self._finish(sequence, chunk)
+
+    def deliver(self) -> None:
+        """Make the texts of what was committed, find stop strings, and emit."""
+        committed, self._committed = self._committed, []
+        for one in committed:
+            item = show(one, self.draft_limit)
+            if isinstance(item, Chunk) and item.finish_reason is None:
+                self.emit(one.sequence, item)
+            else:
+                self._finish(one.sequence, item)
 
     def fail(self, error: Exception) -> None:
         """The oldest launched step raised: its requests end with that, the others live on."""
+        self.deliver()
         launched = self._launched.pop(0)
         members = launched.spans + launched.rows
         for sequence in members:
@@ -352,7 +365,13 @@ class Scheduler:
         self._settle()
 
     def _finish(self, sequence: Sequence, chunk: Chunk | BaseException) -> None:
-        """End a request; slot and pages follow once no launched step names them."""
+        """End a request with its last chunk, or with what ended it."""
+        if sequence.phase is not Phase.FINISHED:
+            self._retire(sequence)
+        self.emit(sequence, chunk)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Plan nothing more for it; slot and pages follow once no launched step names them."""
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         else:
@@ -362,7 +381,6 @@ class Scheduler:
             else:
                 self._release(sequence)
         sequence.phase = Phase.FINISHED
-        self.emit(sequence, chunk)
 
     def _publish(self, sequence: Sequence, committed: int) -> None:
         """Offer full pages below a committed length to the prefix cache."""

@@ -98,34 +98,40 @@ class Sequence:
         """Tokens whose K/V is in the cache once the prompt is: all but the anchor."""
         return len(self.prompt) + max(len(self.token_ids) - 1, 0)
 
-    def append(
+    def commit(self, ids: Ids[int]) -> None:
+        """Take a step's tokens: lengths follow at once, `show` makes the text of them later."""
+        self.token_ids += ids
+
+    def show(
         self,
         ids: Ids[int],
         num_accepted: int,
         finish_reason: str | None,
         logprobs: list[TokenLogprobs] | None = None,
     ) -> Chunk:
-        """Take a step's tokens; a stop string cuts them, text, ids, logprobs and counts alike.
+        """What the tokens of the latest commit say.
+
+        A stop string cuts them: text, ids, logprobs and counts alike.
 
         Args:
-            ids:           emitted tokens; the first `num_accepted` were proposed.
+            ids:           as committed; the first `num_accepted` were proposed.
             finish_reason: what the device says; a stop string overrules it.
         """
-        ids, text = list(ids), ""
+        kept, text = list(ids), ""
         if self.decoder is not None:
-            shown = ids[:-1] if finish_reason == "stop" else ids
+            shown = kept[:-1] if finish_reason == "stop" else kept
             before = self.decoder.num_tokens
             text = self.decoder.push(shown)
             if self.decoder.stopped is not None:
-                ids, finish_reason = ids[: self.decoder.num_tokens - before], "stop"
+                kept, finish_reason = kept[: self.decoder.num_tokens - before], "stop"
+                del self.token_ids[len(self.token_ids) - len(ids) + len(kept) :]
             if finish_reason is not None:
                 text += self.decoder.finish()
-        self.token_ids += ids
         self.text += text
         self.finish_reason = finish_reason
         if logprobs is not None:
-            logprobs = logprobs[: len(ids)]
+            logprobs = logprobs[: len(kept)]
             self.logprobs += logprobs
-        accepted = [place < num_accepted for place in range(len(ids))]
+        accepted = [place < num_accepted for place in range(len(kept))]
         metrics = self.metrics if finish_reason else None
-        return Chunk(text, ids, accepted, finish_reason, metrics, logprobs)
+        return Chunk(text, kept, accepted, finish_reason, metrics, logprobs)

@@ -14,8 +14,8 @@ from nanodflash import cli
 from nanodflash import llm as library
 from nanodflash.config import SamplingParams
 from nanodflash.engine.engine import RequestHandle
-from nanodflash.engine.runner import Runner
 from nanodflash.engine.scheduler import Scheduler
+from nanodflash.engine.steps import ModelSteps
 from nanodflash.llm import LLM
 
 BASE = SamplingParams(max_new_tokens=12)
@@ -440,14 +440,14 @@ def test_interrupted_answer_ends_the_conversation(pair, capsys, monkeypatch, int
 
 
 def test_a_failure_ends_all_in_one_line(pair, capsys, write, look, monkeypatch):
-    original = Runner.run
+    original = ModelSteps.run
 
-    def run(self, plan):
+    def run(self, plan, *others):
         if plan.number > 5:
             raise RuntimeError("out of memory")
-        return original(self, plan)
+        return original(self, plan, *others)
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(ModelSteps, "run", run)
     monkeypatch.setattr(cli, "PROGRESS_EVERY", 0.0)
     look("stderr")
     file = write(*({"prompt": "hi", "max_new_tokens": n} for n in (1, 200)))

@@ -201,7 +201,7 @@ def test_the_random_drafter_itself(size: int, sampling: str, page: int, chunk: i
 @pytest.mark.parametrize("size", [1, 8])
 def test_speculation_off_leaves_the_draft_pool_alone(size: int, sampling: str) -> None:
     engine = make_engine(size)
-    decoder = engine.runner.decoder
+    decoder = engine.runner.steps.decoder
     fill(decoder, 7.0)
     sequence = make_sequence(sampling, speculate=False)
     list(engine.run(sequence))
@@ -233,7 +233,7 @@ def test_the_drafter_sees_no_unwritten_place(sampling: str) -> None:
                 break
             engine.reserve(sequence, len(sequence) + 8)
             facts = Facts(8, sampler, True, len(sequence) + 8)
-            seen += draft_step(engine.runner.decoder, batch, facts).tolist()
+            seen += draft_step(engine.runner.steps.decoder, batch, facts).tolist()
         runs.append(seen)
     assert runs[0] == runs[1]
     assert len({token for block in runs[0] for token in block}) > 10
@@ -289,9 +289,9 @@ def test_pools_hold_fresh_rows(pattern: str | None, size: int, chunk: int, page:
     for step, _ in enumerate(engine.run(sequence)):
         ids = (prompt + sequence.token_ids)[:-1]
         slot = slot_of(engine, sequence)
-        assert engine.runner.decoder.state.len[slot] == len(ids)
+        assert engine.runner.steps.decoder.state.len[slot] == len(ids)
         if step < 4 or sequence.finish_reason:
-            check_pools(engine.runner.decoder, slot, ids)
+            check_pools(engine.runner.steps.decoder, slot, ids)
     assert sequence.token_ids == text("plain")[:16]
 
 
@@ -306,7 +306,7 @@ def test_the_prefill_chunks_hold_fresh_rows() -> None:
         engine = make_engine(8, 4, chunk, poison=True)
         sequence = make_sequence("top_p", new=1)
         for _ in engine.run(sequence):
-            check_pools(engine.runner.decoder, slot_of(engine, sequence), prompt)
+            check_pools(engine.runner.steps.decoder, slot_of(engine, sequence), prompt)
         assert sequence.token_ids == text("top_p")[:1]
 
 

@@ -22,6 +22,8 @@ from nanodflash.models.config import TargetConfig
 from nanodflash.models.qwen3 import Qwen3
 
 LIMIT = 256
+# Tests whose engine is made by these run with one thread and with overlap.
+ENGINES = ("open_llm", "scripted")
 TARGET = {"num_hidden_layers": 3, "intermediate_size": 64, "max_position_embeddings": LIMIT}
 DRAFT = {
     "num_target_layers": 3,
@@ -150,27 +152,41 @@ class Scripted:
         return self.llm.generate(prompt, params)[0]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every scenario twice: one thread, and two steps ahead."""
+    if set(ENGINES) & set(metafunc.fixturenames):
+        ids = ["one thread", "overlap"]
+        metafunc.parametrize("overlap", [False, True], ids=ids, indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")
-def scripted(pair: Pair, expect: Oracle) -> Callable[..., Scripted]:
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def scripted(pair: Pair, expect: Oracle, overlap: bool) -> Iterator[Callable[..., Scripted]]:
     """Makes one `Scripted` for each set of options, kept for the module."""
     made: dict[Any, Scripted] = {}
 
     def make(size: int, **options: Any) -> Scripted:
         key = (size, *sorted((name, str(value)) for name, value in options.items()))
         if key not in made:
-            made[key] = Scripted(pair, expect, size, **options)
+            made[key] = Scripted(pair, expect, size, **{"overlap": overlap} | options)
         return made[key]
 
-    return make
+    yield make
+    for one in made.values():
+        one.llm.close()
 
 
 @pytest.fixture
-def open_llm(pair: Pair) -> Iterator[Callable[..., LLM]]:
+def open_llm(pair: Pair, overlap: bool) -> Iterator[Callable[..., LLM]]:
     """An LLM of the tiny pair in fp64; pages must all be free when the test ends."""
     opened: list[LLM] = []
 
     def make(model: Any = None, draft: Any = None, **options: Any) -> LLM:
-        options = {"dtype": "fp64"} | options
+        options = {"dtype": "fp64", "overlap": overlap} | options
         opened.append(LLM(model or pair.target, draft or pair.draft, **options))
         return opened[-1]
 

@@ -13,7 +13,7 @@ LENGTHS = (40, 7, 1, 90, 23)
 
 
 def cycles(llm: Any) -> list[TracedCycle]:
-    return list(llm.engine.runner._cycles.values())
+    return list(llm.engine.runner.steps._cycles.values())
 
 
 def prompt(length: int) -> list[int]:
@@ -68,7 +68,7 @@ def test_batches_of_several_sizes(open_llm: Any, expect: Any, early: None) -> No
         outputs = llm.generate(prompts, params)
         for output, asked, wanted in zip(outputs, prompts, params, strict=True):
             assert output.token_ids == expect(asked, wanted)[0]
-    rows = {key[0] for key, cycle in llm.engine.runner._cycles.items() if cycle._traced}
+    rows = {key[0] for key, cycle in llm.engine.runner.steps._cycles.items() if cycle._traced}
     assert rows
     assert max(rows) <= closures.MAX_ROWS
 
@@ -81,7 +81,10 @@ def test_the_draft_pool_is_written_by_replays(open_llm: Any, early: None) -> Non
         llm = open_llm(page_size=16, graphs=graphs, prefix_cache=False)
         outputs = [llm.generate(prompt(length), params)[0] for length in LENGTHS]
         counts.append([(o.token_ids, o.metrics.emitted, o.metrics.accepted_at) for o in outputs])
-        pools = [llm.engine.runner.decoder.draft_pool.rows, llm.engine.runner.decoder.state.len]
+        pools = [
+            llm.engine.runner.steps.decoder.draft_pool.rows,
+            llm.engine.runner.steps.decoder.state.len,
+        ]
         counts[-1].append([pool.clone() for pool in pools])
         assert bool(cycles(llm)) == graphs
     assert counts[0][:-1] == counts[1][:-1]
@@ -96,8 +99,8 @@ def test_what_is_not_traced(open_llm: Any, early: None) -> None:
     llm.generate([prompt(5)] * 6, SamplingParams(max_new_tokens=1))
     assert cycles(llm) == []
     facts = Facts(16, "greedy", True, 64)
-    assert type(llm.engine.runner._cycle_of(closures.MAX_ROWS + 1, facts)) is EagerCycle
-    assert type(llm.engine.runner._cycle_of(closures.MAX_ROWS, facts)) is TracedCycle
+    assert type(llm.engine.runner.steps.cycle_of(closures.MAX_ROWS + 1, facts)) is EagerCycle
+    assert type(llm.engine.runner.steps.cycle_of(closures.MAX_ROWS, facts)) is TracedCycle
 
 
 @pytest.mark.parametrize("pages", range(1, 200))

@@ -163,7 +163,7 @@ def test_dtypes(pair: Any, dtype: str) -> None:
     with LLM(pair.target, pair.draft, dtype=dtype, device="cpu") as llm:
         names = {"auto": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
         assert llm.dtype == names.get(dtype, torch.float64)
-        decoder = llm.engine.runner.decoder
+        decoder = llm.engine.runner.steps.decoder
         held = [*decoder.target.parameters(), *decoder.draft.parameters()]
         held += [decoder.target_pool.rows, decoder.draft_pool.rows]
         assert {tensor.dtype for tensor in held} == {llm.dtype}

@@ -161,9 +161,10 @@ class World:
         """The end of any request, at any time, also when it has ended by itself."""
         self._note(f"abort({place})")
         request = self.requests[place % len(self.requests)]
-        request.aborted = request.aborted or not request.ended
+        over = request.ended
         self.scheduler.abort(request.sequence)
         assert request.ended
+        request.aborted |= not over and request.sequence.finish_reason == "abort"
         self.check()
 
     def plan(self) -> bool:
@@ -172,7 +173,8 @@ class World:
         plan = self.scheduler.plan()
         self._note(f"plan() -> {plan}")
         if plan is None:
-            assert self.launched or not self.scheduler.busy, "stuck: nothing can be planned"
+            stuck = self.scheduler.busy and not self.launched and not self.scheduler._committed
+            assert not stuck, "nothing can be planned"
             self.check()
             return False
         by_slot = {s.slot: s for s in self.scheduler.running}
@@ -224,11 +226,19 @@ class World:
         self._check_progress()
         self.check()
 
+    def deliver(self) -> None:
+        """The host makes the texts: now, or after the next plan."""
+        self._note("deliver()")
+        self.scheduler.deliver()
+        self.check()
+
     def drain(self) -> None:
         """Run to the end, and check what came out."""
         while self.scheduler.busy:
             if len(self.launched) == self.depth or not self.plan():
-                self.commit()
+                if self.launched:
+                    self.commit()
+            self.deliver()
         self._check_end()
 
     # ------------------------------------------------------------------ checks
@@ -406,6 +416,8 @@ def drive(world: World, rng: random.Random) -> None:
             world.plan()
         elif world.launched:
             world.commit()
+        if rng.random() < 0.5:
+            world.deliver()
     world.drain()
 
 

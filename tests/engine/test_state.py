@@ -17,7 +17,7 @@ GREEDY = SamplingParams(max_new_tokens=NEW)
 def drafted(llm: Any, prompt: Sequence[int], params: SamplingParams) -> tuple[Any, torch.Tensor]:
     """A request's output, and what the drafter made of every block: [cycles, S, C]."""
     kept: list[torch.Tensor] = []
-    handle = llm.engine.runner.decoder.draft.register_forward_hook(
+    handle = llm.engine.runner.steps.decoder.draft.register_forward_hook(
         lambda module, args, hidden: kept.append(hidden[0])
     )
     out = llm.generate(prompt, params)[0]
@@ -27,7 +27,7 @@ def drafted(llm: Any, prompt: Sequence[int], params: SamplingParams) -> tuple[An
 
 def spoil(llm: Any) -> None:
     """NaN in every page: all are free between requests."""
-    decoder = llm.engine.runner.decoder
+    decoder = llm.engine.runner.steps.decoder
     decoder.target_pool.rows.fill_(float("nan"))
     decoder.draft_pool.rows.fill_(float("nan"))
 

@@ -1,0 +1,93 @@
+"""Does the work of a step with the models: the only caller of `decoding.cycle`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanodflash.config import MAX_LOGPROBS
+from nanodflash.decoding.cycle import Decoder, Result, prefill_step
+from nanodflash.decoding.packet import apply
+from nanodflash.decoding.plan import Facts, StepPlan
+from nanodflash.decoding.sampling import Logprobs
+from nanodflash.engine.closures import MAX_ROWS, EagerCycle, TracedCycle, round_pages
+
+
+class ModelSteps:
+    """Owns the decoder. A `Steps`.
+
+    Args:
+        graphs: replay cycles of few rows from traces; off, every step is run from Python.
+    """
+
+    def __init__(self, decoder: Decoder, graphs: bool = True) -> None:
+        self.decoder = decoder
+        self.device = decoder.positions.device
+        self.graphs = graphs and self.device.type == "cpu"
+        self._cycles: dict[tuple[int, Facts, bool], TracedCycle] = {}
+
+    def run(
+        self,
+        plan: StepPlan,
+        sections: Sequence[Tensor],
+        result: Tensor,
+        mark: Callable[[str], None],
+    ) -> None:
+        """Admissions and page deltas, then prompt chunks, then a cycle."""
+        state, facts = self.decoder.state, plan.facts
+        if facts.sampler == "full":
+            state.count_tokens(len(self.decoder.vocabulary))
+        apply(plan, sections, state)
+        mark("plan")
+        rows, ready, finals = sections[:3]
+        made: list[Result] = []
+        if plan.spans:
+            first = prefill_step(self.decoder, plan.spans, ready, finals, facts)
+            made += [first] if first is not None else []
+            mark("prefill")
+        if plan.rows:
+            made.append(self._cycle(rows, facts, mark))
+        parts = [one.record.flatten() for one in made]
+        if facts.sampler == "full":
+            parts += [_bits(one.logprobs) for one in made if one.logprobs is not None]
+        if parts:
+            torch.cat(parts, out=result)
+        mark("pack")
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Make the slots of a step that failed inert."""
+        self.decoder.state.forget(slots)
+
+    def _cycle(self, rows: Tensor, facts: Facts, mark: Callable[[str], None]) -> Result:
+        cycle = self.cycle_of(len(rows), facts)
+        proposals = None
+        if facts.width > 1:
+            proposals = cycle.draft(rows)
+            mark("draft")
+        verified = cycle.verify(rows, proposals)
+        mark("verify")
+        result = cycle.commit(rows, verified)
+        mark("commit")
+        return result
+
+    def cycle_of(self, rows: int, facts: Facts) -> EagerCycle:
+        """The steps for these facts: traced ones are kept by all that is baked into them."""
+        if not self.graphs or rows > MAX_ROWS or facts.sampler == "full":
+            return EagerCycle(self.decoder, facts)
+        size, table = self.decoder.target_pool.page_size, self.decoder.state.page_table
+        pages = min(round_pages(-(-facts.kv_bound // size)), table.shape[1])
+        facts = replace(facts, kv_bound=pages * size)
+        key = (rows, facts, self.decoder.state.counts is None)
+        if key not in self._cycles:
+            self._cycles[key] = TracedCycle(self.decoder, facts)
+        return self._cycles[key]
+
+
+def _bits(logprobs: Logprobs) -> Tensor:
+    """Logprobs of every token as int64 [tokens * BITS]: fp64 bits of the values, then the ids."""
+    chosen, values, ids = logprobs
+    missing = MAX_LOGPROBS - values.shape[-1]  # a vocabulary smaller than that
+    reals = torch.cat((chosen[..., None], F.pad(values, (0, missing))), -1).to(torch.float64)
+    return torch.cat((reals.view(torch.int64), F.pad(ids, (0, missing))), -1).flatten()

@@ -1,0 +1,70 @@
+"""What happened when, for chrome://tracing and https://ui.perfetto.dev.
+
+Source: the Chrome trace event format ("X" events, microseconds).
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanodflash.engine.runner import Ticket
+
+TRACKS = ("bookkeeping", "device thread", "device")
+
+
+class Trace:
+    """Spans of named tracks. `list.append` is atomic, so that several threads may add."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.spans: list[tuple[str, str, float, float]] = []  # track, name, begin, end in seconds
+
+    @contextmanager
+    def span(self, track: str, name: str) -> Iterator[None]:
+        """What the body takes, on the host's clock."""
+        if not self.enabled:
+            yield
+            return
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append((track, name, began, time.perf_counter()))
+
+    def step(self, ticket: "Ticket") -> None:
+        """The parts of a step that has ended, on the device's track, and the gap before it."""
+        if not self.enabled:
+            return
+        times = [(name, event.time) for name, event in ticket.marks]
+        for (_, begin), (name, end) in pairwise(times):
+            self.spans.append(("device", name, begin, end))
+
+    def write(self, path: Path) -> None:
+        """Write a JSON object of trace events; gaps of the device are spans named idle."""
+        spans = self.spans[:]
+        device = sorted(span[2:] for span in spans if span[0] == "device")
+        for (_, end), (begin, _) in pairwise(device):
+            if begin > end:
+                spans.append(("device", "idle", end, begin))
+        origin = min((span[2] for span in spans), default=0.0)
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
+            for i, track in enumerate(TRACKS)
+        ]
+        events += [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": TRACKS.index(track),
+                "name": name,
+                "ts": 1e6 * (begin - origin),
+                "dur": 1e6 * (end - begin),
+            }
+            for track, name, begin, end in sorted(spans, key=lambda span: span[2])
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
