@@ -314,7 +314,9 @@ def test_what_was_decoded_is_cached_too(open_llm: Any, expect: Any, proposed: An
     )
 
 
-def test_plain_requests_beside_a_drafter_neither_fill_nor_read(open_llm: Any, expect: Any) -> None:
+def test_plain_requests_beside_a_drafter_neither_fill_nor_read(
+    open_llm: Any, expect: Any, no_leak: Any
+) -> None:
     llm, prompt = open_llm(block_size=4, page_size=P), [(11 * i) % 300 for i in range(3 * P + 2)]
 
     def cached(speculate: bool) -> int:
@@ -325,8 +327,10 @@ def test_plain_requests_beside_a_drafter_neither_fill_nor_read(open_llm: Any, ex
     assert [cached(False) for _ in range(2)] == [0, 0]
     assert llm.page_stats().cached == 0
     assert [cached(True) for _ in range(2)] == [0, 3 * P]
+    no_leak(llm)
     kept = llm.page_stats().cached
     assert cached(False) == 0
+    no_leak(llm)
     assert llm.page_stats().cached == kept > 0
     assert cached(True) == 3 * P
 
