@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 # Resolved on first use: the bookkeeping modules then import without torch.
 _PUBLIC = {
     "LLM": "nanodflash.llm",
-    "GenerationOutput": "nanodflash.llm",
+    "GenerationOutput": "nanodflash.engine.sequence",
     "SamplingParams": "nanodflash.config",
     "Chunk": "nanodflash.engine.sequence",
 }

@@ -19,8 +19,8 @@ from nanodflash.requests import Outcome, Request, conversation, tell
 
 if TYPE_CHECKING:
     from nanodflash.engine.engine import RequestHandle
-    from nanodflash.engine.sequence import Chunk, Sequence
-    from nanodflash.llm import LLM, GenerationOutput
+    from nanodflash.engine.sequence import Chunk, GenerationOutput, Sequence
+    from nanodflash.llm import LLM
     from nanodflash.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 8
@@ -124,7 +124,7 @@ def _paint(text: str, flags: deque[bool], last: bool) -> str:
 
 def drain(stream: "Iterator[Chunk]") -> "GenerationOutput":
     """Run a request to its end."""
-    from nanodflash.llm import GenerationOutput
+    from nanodflash.engine.sequence import GenerationOutput
 
     chunks = list(stream)
     reason, metrics = chunks[-1].finish_reason, chunks[-1].metrics

@@ -106,7 +106,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, 1)
+        check_int("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
         check_int("top_k", self.top_k, 0, 2**31 - 1)
         # Beyond these bounds logits / temperature leaves what fp32 can tell apart.
         warm = "0 (greedy) or a number in 0.0001..10000"

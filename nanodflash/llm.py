@@ -4,7 +4,6 @@ import math
 import random
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,10 +15,10 @@ from nanodflash.config import MAX_STOP_IDS, EngineConfig, SamplingParams, check_
 from nanodflash.decoding.cycle import Decoder, Proposer
 from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
-from nanodflash.engine.metrics import EngineMetrics, Metrics
+from nanodflash.engine.metrics import EngineMetrics
 from nanodflash.engine.paging import PageStats
 from nanodflash.engine.progress import show_progress
-from nanodflash.engine.sequence import Chunk, TokenLogprobs
+from nanodflash.engine.sequence import Chunk, GenerationOutput
 from nanodflash.engine.steps import ModelSteps
 from nanodflash.engine.streams import open_stream
 from nanodflash.engine.trace import Trace
@@ -33,25 +32,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CPU_MODEL_LEN = 4096
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class GenerationOutput:
-    """What came of one prompt.
-
-    Attributes:
-        text:          of `token_ids`, without special tokens and without what stopped it; empty
-                       where the model brings no tokenizer.
-        token_ids:     new ids; ends with the stop id where one ended it.
-        finish_reason: "stop", "length" or "abort".
-        logprobs:      per id, where the parameters asked for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    metrics: Metrics
-    logprobs: list[TokenLogprobs] | None = None
 
 
 class LLM:
@@ -69,8 +49,11 @@ class LLM:
         max_model_len: prompt and new tokens of a request; None is the target's limit, at most
                        4096 on a CPU.
         page_size:     tokens a page.
-        num_pages:     pages of each pool; None holds 8 full sequences.
+        num_pages:     pages of each pool, the dummy page included; None holds `max_seqs` full
+                       sequences.
         max_seqs:      requests that run at once; more wait their turn.
+        max_prefill:   tokens a step, blocks and prompt chunks together; None is 512 beside a block
+                       of every request. More finish prompts sooner, and stall blocks for longer.
         prefix_cache:  keep full pages of ended requests for prompts that start alike.
         graphs:        replay captured steps where that is possible; False runs all from Python.
         overlap:       plan and book beside the running step, in a thread of its own; "auto" does on
@@ -96,6 +79,7 @@ class LLM:
         page_size: int = 64,
         num_pages: int | None = None,
         max_seqs: int = 8,
+        max_prefill: int | None = None,
         prefix_cache: bool = True,
         graphs: bool = True,
         overlap: bool | str = "auto",
@@ -116,12 +100,15 @@ class LLM:
             draft_checkpoint = _open(draft, "draft", draft_revision)
             draft_config = DraftConfig.from_dict(draft_checkpoint.config, str(draft))
             check_pair(target_config, draft_config)
+        size = _block_size(block_size, draft_config, proposer)
+        check_int("max_seqs", max_seqs, 1)
         self.config = EngineConfig(
             max_model_len=_model_len(max_model_len, target_config, self.device),
-            block_size=_block_size(block_size, draft_config, proposer),
+            block_size=size,
             page_size=page_size,
             num_pages=num_pages,
             max_seqs=max_seqs,
+            max_prefill=512 + max_seqs * size if max_prefill is None else max_prefill,
             prefix_cache=prefix_cache,
         )
         self.vocab_size = target_config.vocab_size
@@ -132,21 +119,22 @@ class LLM:
         limits = [c.max_position_embeddings for c in (draft_config,) if c is not None]
         self.draft_limit = min([self.config.max_model_len, *limits])
 
+        place, config = (self.device, self.dtype), self.config  # `self` would never be collected
+
         def load() -> Decoder:
-            place = (self.device, self.dtype)
             target = load_model(Qwen3, target_config, checkpoint, *place)
             drafter = None
             if draft_config is not None and draft_checkpoint is not None:
                 drafter = load_model(DFlash, draft_config, draft_checkpoint, *place)
-            return Decoder(target, drafter, self.config, proposer)
+            return Decoder(target, drafter, config, proposer)
 
         ahead = _overlap(overlap, self.device)
         self._trace = Trace(enabled=trace is not None)
         self._trace_file = Path(trace) if trace is not None else None
         self.engine = Engine(
             lambda: ModelSteps(load(), graphs),
-            lambda: open_stream(self.device, ahead),
-            self.config,
+            lambda: open_stream(place[0], ahead),
+            config,
             self.draft_limit,
             draft is not None,
             ahead,
@@ -182,7 +170,7 @@ class LLM:
         try:
             if progress:
                 show_progress(sequences, handles)
-            return [_output(handle.result()) for handle in handles]
+            return [handle.result() for handle in handles]
         finally:  # interrupted, or one of them failed
             for handle in handles:
                 handle.abort()
@@ -300,14 +288,6 @@ class LLM:
         for token in ids:
             check_int("a token id of the prompt", token, 0, self.vocab_size - 1)
         return ids
-
-
-def _output(sequence: host.Sequence) -> GenerationOutput:
-    assert sequence.finish_reason is not None
-    logprobs = sequence.logprobs if sequence.params.logprobs is not None else None
-    return GenerationOutput(
-        sequence.text, sequence.token_ids, sequence.finish_reason, sequence.metrics, logprobs
-    )
 
 
 def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:

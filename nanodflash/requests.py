@@ -15,7 +15,8 @@ from nanodflash.config import SamplingParams
 from nanodflash.engine.metrics import Metrics
 
 if TYPE_CHECKING:
-    from nanodflash.llm import LLM, GenerationOutput
+    from nanodflash.engine.sequence import GenerationOutput
+    from nanodflash.llm import LLM
 
 FIELDS = frozenset(each.name for each in fields(SamplingParams))
 

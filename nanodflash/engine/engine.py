@@ -19,7 +19,7 @@ from nanodflash.engine.metrics import EngineMetrics
 from nanodflash.engine.paging import PageStats
 from nanodflash.engine.runner import DEPTH, Runner, Steps, Ticket
 from nanodflash.engine.scheduler import Scheduler
-from nanodflash.engine.sequence import Chunk, Sequence
+from nanodflash.engine.sequence import Chunk, GenerationOutput, Sequence
 from nanodflash.engine.streams import Stream
 from nanodflash.engine.trace import Trace
 
@@ -52,6 +52,8 @@ class RequestHandle:
             yield item
             if item.finish_reason is not None:
                 return
+        if self._failure is not None:
+            raise self._failure
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """The same for asyncio; a reader that is cancelled ends the request."""
@@ -73,15 +75,17 @@ class RequestHandle:
                     if item.finish_reason is not None:
                         return
                 await arrived.wait()
+            if self._failure is not None:
+                raise self._failure
         finally:
             self.abort()
 
-    def result(self) -> Sequence:
-        """Wait for the end; the sequence is then no longer the engine's. Raises as iterating."""
+    def result(self) -> GenerationOutput:
+        """Wait for the end and return all of it. Raises as iterating."""
         self._done.wait()
         if self._failure is not None:
             raise self._failure
-        return self._sequence
+        return self._sequence.output()
 
     def abort(self) -> None:
         """End the request wherever it stands; its last chunk says "abort"."""
@@ -143,7 +147,11 @@ class Engine:
             daemon=True,
         )
         self._thread.start()
-        runner = opened.get()
+        try:
+            runner = opened.get()
+        except BaseException:  # interrupted: no thread may be in the middle of torch at exit
+            self.close()
+            raise
         if isinstance(runner, BaseException):
             self._thread.join()
             raise runner
@@ -174,7 +182,8 @@ class Engine:
         with self._lock:
             self._closed = True
         self._inbox.put(("close", None))
-        if self._thread is not threading.current_thread():
+        # The collector of garbage may call this from one of the threads that would be waited for.
+        if not threading.current_thread().name.startswith("nanodflash"):
             self._thread.join()
 
     def page_stats(self) -> PageStats:
@@ -254,7 +263,7 @@ class Engine:
                 raise ticket
             try:
                 results = self.runner.results(ticket)
-            except Exception as error:
+            except BaseException as error:
                 if ticket.error is not error:  # not of the step's work: the device itself
                     raise
         waited = time.perf_counter() - began

@@ -5,6 +5,7 @@ One word each (design: words): `num_emitted` is a cycle's tokens, tau its mean o
 to no cycle: tokens = 1 + the sum of `num_emitted`.
 """
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -118,6 +119,11 @@ class Timing(Protocol):
     """When a step ran: what `runner.Results` says of it, seconds on the device's clock."""
 
     @property
+    def rows(self) -> list[list[int]]:
+        """Records of its cycle."""
+        ...
+
+    @property
     def began(self) -> float:
         """Its begin."""
         ...
@@ -139,9 +145,11 @@ class EngineMetrics:
 
     Attributes:
         steps:         committed.
+        rows:          that took part in their cycles, surplus ones included.
         busy_seconds:  that the device worked.
         idle_seconds:  that it waited for the host between two steps while there was work.
         slack_seconds: that the host waited for the device.
+        host_seconds:  CPU time of the bookkeeping thread.
         surplus:       rows of cycles that ran past the end of their request: launched before the
                        host knew of it.
         launched:      steps on their way, the new one included -> how often a plan made it so many.
@@ -149,15 +157,17 @@ class EngineMetrics:
     """
 
     steps: int = 0
+    rows: int = 0
     busy_seconds: float = 0.0
     idle_seconds: float = 0.0
     slack_seconds: float = 0.0
+    host_seconds: float = 0.0
     surplus: int = 0
     launched: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def count_step(self, step: Timing, before: float, waited: float, surplus: int) -> None:
-        """Count one step.
+        """Count one step; called by the bookkeeping thread.
 
         Args:
             before:  when the device ended the step before it; 0 where it had nothing to do since.
@@ -165,6 +175,8 @@ class EngineMetrics:
             surplus: rows past an end, ever since.
         """
         self.steps += 1
+        self.rows += len(step.rows)
+        self.host_seconds = time.thread_time()
         self.busy_seconds += step.ended - step.began
         self.idle_seconds += max(0.0, step.began - before) if before else 0.0
         self.slack_seconds += waited
@@ -182,9 +194,11 @@ class EngineMetrics:
         """What came after a copy of these was taken."""
         return EngineMetrics(
             self.steps - before.steps,
+            self.rows - before.rows,
             self.busy_seconds - before.busy_seconds,
             self.idle_seconds - before.idle_seconds,
             self.slack_seconds - before.slack_seconds,
+            self.host_seconds - before.host_seconds,
             self.surplus - before.surplus,
             self.launched - before.launched,
             {part: s - before.seconds.get(part, 0.0) for part, s in self.seconds.items()},
@@ -199,9 +213,11 @@ class EngineMetrics:
         steps = max(self.steps, 1)
         return {
             "steps": self.steps,
+            "rows": self.rows,
             "idle_share": self.idle_share,
             "step_ms": 1e3 * self.busy_seconds / steps,
             "slack_ms": 1e3 * self.slack_seconds / steps,
+            "host_ms": 1e3 * self.host_seconds / steps,
             "surplus_rows": self.surplus,
             "launched": {str(n): self.launched[n] for n in sorted(self.launched)},
             "part_ms": {part: 1e3 * self.seconds[part] / steps for part in self.seconds},

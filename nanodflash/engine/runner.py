@@ -103,7 +103,7 @@ class Ticket:
     slot: RingSlot
     done: Event | None = None
     marks: list[tuple[str, Event]] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Runner:
@@ -133,7 +133,13 @@ class Runner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand a step to the stream. Whatever its work raises comes out of `results`."""
         ticket = Ticket(plan, self._free.get_nowait())
-        sections = pack(plan, self.config.pages_per_seq)
+        named = [*(span.slot for span in plan.spans), *plan.rows]
+        try:
+            sections = pack(plan, self.config.pages_per_seq)
+        except Exception as error:
+            ticket.error = error
+            ticket.done = self.stream.submit(lambda: self.steps.forget(named))
+            return ticket
         sizes = [len(section) for section in sections]
         self._copy_in(ticket.slot, np.concatenate(sections))
         count = sum(_result_sizes(plan))
@@ -144,9 +150,9 @@ class Runner:
             try:
                 parts = self._packet[: sum(sizes)].split(sizes)
                 self.steps.run(plan, parts, self._result[:count], mark)
-            except Exception as error:
+            except BaseException as error:  # also what a caller's proposer raises
                 ticket.error = error
-                self.steps.forget([*(span.slot for span in plan.spans), *plan.rows])
+                self.steps.forget(named)
             mark("end")
 
         self.stream.submit(work)
@@ -172,7 +178,7 @@ class Runner:
         """Wait for a step and read what it gave; its ring slot is free again.
 
         Raises:
-            Exception: what the step's own work raised.
+            BaseException: `ticket.error`, where the step's own work raised it.
         """
         assert ticket.done is not None
         ticket.done.wait(timeout)

@@ -352,7 +352,7 @@ class Scheduler:
             else:
                 self._finish(one.sequence, item)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """The oldest launched step raised: its requests end with that, the others live on."""
         self.deliver()
         launched = self._launched.pop(0)

@@ -43,6 +43,25 @@ class Chunk:
     logprobs: list[TokenLogprobs] | None = None
 
 
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What came of one prompt.
+
+    Attributes:
+        text:          of `token_ids`, without special tokens and without what stopped it; empty
+                       where the model brings no tokenizer.
+        token_ids:     new ids; ends with the stop id where one ended it.
+        finish_reason: "stop", "length" or "abort".
+        logprobs:      per id, where the parameters asked for them.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    metrics: Metrics
+    logprobs: list[TokenLogprobs] | None = None
+
+
 class Phase(Enum):
     """Where a request stands. Explicit: never inferred from counts."""
 
@@ -135,3 +154,11 @@ class Sequence:
         accepted = [place < num_accepted for place in range(len(kept))]
         metrics = self.metrics if finish_reason else None
         return Chunk(text, kept, accepted, finish_reason, metrics, logprobs)
+
+    def output(self) -> GenerationOutput:
+        """All of it, once it has ended."""
+        assert self.finish_reason is not None
+        logprobs = self.logprobs if self.params.logprobs is not None else None
+        return GenerationOutput(
+            self.text, self.token_ids, self.finish_reason, self.metrics, logprobs
+        )

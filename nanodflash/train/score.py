@@ -4,10 +4,12 @@ tau says nothing of the target's quality (a bad one that repeats itself is easy 
 the three are always given together.
 """
 
+from functools import reduce
+from operator import add
 from typing import Any
 
 from nanodflash.config import SamplingParams
-from nanodflash.llm import LLM, Metrics
+from nanodflash.llm import LLM
 from nanodflash.train import corpus
 
 
@@ -42,5 +44,5 @@ def score_pair(llm: LLM, count: int, seed: int, kind: str, max_new: int) -> dict
         "distinct_8": len(set(grams)) / max(len(grams), 1),
         "mean_tokens": sum(len(o.token_ids) for o in outputs) / count,
         "wrong_by_template": wrong,
-        "metrics": sum((o.metrics for o in outputs), Metrics()).as_dict(),
+        "metrics": reduce(add, (o.metrics for o in outputs)).as_dict(),
     }

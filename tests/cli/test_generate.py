@@ -24,8 +24,8 @@ from nanodflash import llm as library
 from nanodflash.cli import ACCEPTED, OWN, RESET, Screen
 from nanodflash.config import SamplingParams
 from nanodflash.engine.metrics import Metrics
-from nanodflash.engine.sequence import Chunk
-from nanodflash.llm import LLM, GenerationOutput
+from nanodflash.engine.sequence import Chunk, GenerationOutput
+from nanodflash.llm import LLM
 from nanodflash.requests import Outcome
 
 ROOT = Path(generate.__file__).parent
