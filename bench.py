@@ -5,14 +5,20 @@ are shared and noisy.
 """
 
 import argparse
+import gc
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,6 +33,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--concurrency", type=_sizes, metavar="1,4,16", help="many requests at once instead"
     )
+    parser.add_argument(
+        "--simulate", type=_floats, metavar="4,16", help="a device that takes so many ms a step"
+    )
+    parser.add_argument("--steps", type=int, default=500, help="of a simulated run, at least")
+    parser.add_argument(
+        "--overlap", action="store_true", help="with and without overlap, on the real models"
+    )
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of the run there")
+    parser.add_argument("--picture", type=Path, help="draw simulated steps there (matplotlib)")
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     return parser
@@ -41,7 +56,8 @@ def _single(arguments: argparse.Namespace, models: dict[str, str]) -> dict[str, 
     sizes = (arguments.rounds, arguments.max_new_tokens)
     result: dict[str, Any] = {}
     # No prefix cache: a prompt's second round would be another measurement.
-    with LLM(**models, block_size=arguments.block_size, prefix_cache=False) as llm:
+    options = {"block_size": arguments.block_size, "trace": arguments.trace}
+    with LLM(**models, **options, prefix_cache=False) as llm:
         prompts = decode.prompt_set(llm, arguments.prompts)
         result["decode"] = decode.run_decode(llm, prompts, *sizes)
         if arguments.peer:
@@ -78,6 +94,62 @@ def _concurrent(arguments: argparse.Namespace, models: dict[str, str]) -> dict[s
     return result
 
 
+def _simulated(arguments: argparse.Namespace, models: dict[str, str]) -> dict[str, Any]:
+    """The host's own cost and the device's bubbles; models are not needed."""
+    from nanodflash.benchmarks import picture, simulate
+
+    # What is loaded by now lives on: the garbage collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    rows = [
+        simulate.run_simulated(ms, clients, arguments.steps, arguments.rounds)
+        for ms in arguments.simulate
+        for clients in arguments.concurrency or [32]
+    ]
+    if arguments.trace or arguments.picture:
+        ms, clients = arguments.simulate[0], (arguments.concurrency or [32])[-1]
+        traces = {
+            f"{name}: {clients} requests, steps of {ms:g} ms": simulate.traced(
+                clients, ms, name == "overlap", steps=60
+            )
+            for name in ("no overlap", "overlap")
+        }
+        if arguments.trace:
+            list(traces.values())[-1].write(arguments.trace)
+        if arguments.picture:
+            picture.draw(traces, arguments.picture, first_step=40, steps=6)
+    return {"simulated": rows}
+
+
+def _overlapped(arguments: argparse.Namespace, models: dict[str, str]) -> dict[str, Any]:
+    """Overlap on and off with the real models, 256 tokens an answer."""
+    from nanodflash import LLM
+    from nanodflash.benchmarks import serve
+
+    rows = []
+    for clients in arguments.concurrency or [1, 16]:
+
+        def llm_of(overlap: bool, clients: int = clients) -> LLM:
+            return LLM(**models, overlap=overlap, max_seqs=clients, prefix_cache=False)
+
+        count = max(8, clients)
+        rows.append(serve.run_overlap(llm_of, count, clients, arguments.rounds, max_new=256))
+    return {"overlap": rows}
+
+
+def _benchmark(arguments: argparse.Namespace) -> tuple[Any, str, Callable[[Any], str]]:
+    """What runs, the README's part for it, and its text."""
+    from nanodflash.benchmarks import report
+
+    if arguments.simulate:
+        return _simulated, "simulated", report.simulated
+    if arguments.overlap:
+        return _overlapped, "overlap", report.overlapped
+    if arguments.concurrency:
+        return _concurrent, "concurrency", report.concurrency
+    return _single, "decode", report.table
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark."""
     argv = sys.argv[1:] if argv is None else argv
@@ -87,12 +159,12 @@ def main(argv: list[str] | None = None) -> int:
 
     models = {"model": arguments.model, "draft": arguments.draft}
     try:
-        run = _concurrent if arguments.concurrency else _single
+        run, part, text_of = _benchmark(arguments)
         result = {"run": machine.provenance(argv)} | run(arguments, models)
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = report.concurrency(result) if arguments.concurrency else report.table(result)
+    text = text_of(result)
     print(text)
     if "decode" in result:
         print("\ntokens a cycle")
@@ -103,7 +175,6 @@ def main(argv: list[str] | None = None) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.readme:
-        part = "concurrency" if arguments.concurrency else "decode"
         report.update_readme(Path(__file__).parent / "README.md", part, text)
     return 0
 

@@ -67,7 +67,18 @@ def make_parser() -> Parser:
     models.add_argument(
         "--max-seqs", type=int, default=EngineConfig.max_seqs, metavar="N", help="that run at once"
     )
-    models.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    models.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on CUDA, replay captured steps instead of running each from Python",
+    )
+    models.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default="auto",
+        help="book beside the running step (on CUDA)",
+    )
     models.add_argument("--device", default="auto", help="auto, cpu or cuda")
     models.add_argument("--dtype", default="auto", help="auto, bf16, fp32 or fp64")
 
@@ -98,6 +109,7 @@ def make_parser() -> Parser:
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--compare", action="store_true", help="decode without the drafter as well")
     shown.add_argument("--json", action="store_true", help="one line, an object with everything")
+    shown.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the engine there")
     shown.add_argument("--no-color", action="store_true", help="the variable NO_COLOR does it too")
     shown.add_argument("--quiet", action="store_true", help="the texts alone")
     return parser
@@ -153,7 +165,7 @@ def run(argv: list[str] | None) -> int:
     watched = is_terminal(sys.stdout) and not (args.jsonl or args.json or args.quiet)
     together = args.prompt_file is not None and not (watched or args.compare)
     draft = drafter(args)
-    if args.quiet:
+    if args.quiet or sys.stderr is None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     from nanodflash.llm import DTYPES, LLM  # torch: slow to import, and not needed until here
@@ -167,6 +179,8 @@ def run(argv: list[str] | None) -> int:
         max_model_len=args.max_model_len,
         max_seqs=args.max_seqs,
         graphs=args.graphs,
+        overlap=args.overlap,
+        trace=args.trace,
         revision=args.revision,
         draft_revision=args.draft_revision,
     ) as llm:

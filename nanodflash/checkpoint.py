@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from nanodflash.config import short
 from nanodflash.models.layers import Part
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -55,10 +56,13 @@ class Checkpoint:
         """
         path = self.folder / GENERATION
         ids = _read_object(path).get("eos_token_id") if path.exists() else None
-        ids = self.config.get("eos_token_id") if ids is None else ids
+        if ids is None:
+            path, ids = self.folder / CONFIG, self.config.get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(i) is int and i >= 0 for i in listed):
-            raise ValueError(f"{self.name}: eos_token_id is {ids!r}, wanted an id or a list of ids")
+        if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
+            raise ValueError(
+                f"{path}: eos_token_id is {short(ids)}, wanted an id or a list of ids (0 to 2^31-1)"
+            )
         return tuple(listed)
 
 
@@ -162,7 +166,9 @@ def _weight_map(checkpoint: Checkpoint) -> dict[str, str]:
         raise ValueError(f"{folder / INDEX} has no weight_map: download it again")
     for shard in placed.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{folder / INDEX}: {shard!r} is not the name of a file beside it")
+            raise ValueError(
+                f"{folder / INDEX}: {short(shard)} is not the name of a file beside it"
+            )
     absent = [file for file in sorted(set(placed.values())) if not (folder / file).is_file()]
     if absent:
         _fetch(checkpoint, absent)

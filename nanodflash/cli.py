@@ -27,6 +27,7 @@ WARM_UP_TOKENS = 8
 PROGRESS_EVERY, PROGRESS_WIDTH = 0.5, 78  # seconds, columns
 ACCEPTED, OWN, RESET = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 LEGEND = f"{ACCEPTED}proposed by the drafter{RESET}, {OWN}the target's own{RESET}"
+PAST_REACH = "past position {} the drafter was not trained: no proposals are counted there"
 # A text must not drive the terminal: control characters but \t and \n become pictures.
 VISIBLE = {c: 0x2400 + c for c in range(0x20) if chr(c) not in "\t\n"}
 VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -49,6 +50,7 @@ class Screen:
         self.tokenizer, self.muted, self.quiet, self.jsonl = tokenizer, muted, quiet, jsonl
         self.terminal = is_terminal(sys.stdout)
         self._drawn = 0.0  # when the progress line was; 0 while there is none
+        self._noted: set[str] = set()
         self.colour = colour and self.terminal and not muted
         if self.colour and is_terminal(sys.stderr):
             self.note(LEGEND)
@@ -57,7 +59,13 @@ class Screen:
         """Show a line beside the texts."""
         if not self.quiet:
             self._wipe()
-            print(line, file=sys.stderr, flush=True)
+            aside(f"{line}\n")
+
+    def note_once(self, line: str) -> None:
+        """Show a line the first time that there is reason to."""
+        if line not in self._noted:
+            self._noted.add(line)
+            self.note(line)
 
     def __enter__(self) -> "Screen":
         return self
@@ -74,7 +82,7 @@ class Screen:
         from nanodflash.engine.progress import progress_line
 
         line = progress_line(sequences, now - began)
-        print(f"\r{line:{PROGRESS_WIDTH}s}", end="", file=sys.stderr, flush=True)
+        aside(f"\r{line:{PROGRESS_WIDTH}s}")
 
     def write(self, told: dict[str, Any]) -> None:
         """Show a line of JSON."""
@@ -84,7 +92,7 @@ class Screen:
 
     def _wipe(self) -> None:
         if self._drawn:
-            print(f"\r{'':{PROGRESS_WIDTH}s}\r", end="", file=sys.stderr, flush=True)
+            aside(f"\r{'':{PROGRESS_WIDTH}s}\r")
             self._drawn = 0.0
 
     def show(self, stream: "Iterator[Chunk]") -> "GenerationOutput":
@@ -219,6 +227,9 @@ def decode(
                 screen.write({"index": len(outcome.outputs) - 1} | tell(request, output))
     outcome.seconds = time.perf_counter() - began if together else None
     outcome.interrupted = interrupt.came
+    limit = llm.draft_limit  # below max_model_len only where a drafter has fewer positions
+    if limit < min(llm.config.max_model_len, outcome.reach):
+        screen.note_once(PAST_REACH.format(limit))
     return outcome
 
 
@@ -275,12 +286,12 @@ def _read_line(screen: Screen) -> str | None:
     """The user's next line, None at the end of the input."""
     typed = is_terminal(sys.stdin)
     if typed and not screen.terminal:  # stdout is for texts alone
-        print("> ", end="", file=sys.stderr, flush=True)
+        aside("> ")
     try:
         return input("> " if typed and screen.terminal else "").strip()
     except (EOFError, KeyboardInterrupt) as end:
         if typed:
-            print(file=sys.stderr)
+            aside("\n")
         if isinstance(end, EOFError):
             return None
         raise
@@ -289,7 +300,13 @@ def _read_line(screen: Screen) -> str | None:
 def complain(error: Exception) -> None:
     """Report an error in one line."""
     told = " ".join(str(error).split()) or type(error).__name__
-    print(f"error: {told.translate(VISIBLE)}", file=sys.stderr, flush=True)
+    aside(f"error: {told.translate(VISIBLE)}\n")
+
+
+def aside(text: str) -> None:
+    """Write to stderr. A closed one is None, which `print` would take for stdout."""
+    if sys.stderr is not None:
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -4,6 +4,7 @@ Frozen and validated when made; no torch. What a checkpoint is stands in `models
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,7 +62,31 @@ def check_int(key: str, value: Any, smallest: int, largest: float = math.inf) ->
     """ValueError unless `value` is a whole number in `smallest..largest`."""
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
         upto = "" if largest == math.inf else f" and at most {largest}"
-        raise ValueError(f"{key} is {value!r}, wanted a whole number of at least {smallest}{upto}")
+        wanted = f"a whole number of at least {smallest}{upto}"
+        raise ValueError(f"{key} is {short(value)}, wanted {wanted}")
+
+
+def check_number(key: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> None:
+    """ValueError unless `value` is a finite number that `accepts` takes."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not -math.inf < value < math.inf or not accepts(value):
+        raise ValueError(f"{key} is {short(value)}, wanted {wanted}")
+
+
+def short(value: Any, most: int = 80) -> str:
+    """What an error shows of a value, whatever it is: its `repr` on one line, cut."""
+    form = reprlib.Repr()
+    form.maxstring = form.maxlong = form.maxother = most
+    try:
+        text = " ".join(form.repr(value).splitlines())
+    except ValueError:  # a number of thousands of digits
+        text = f"a very long {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def listed(value: Any) -> Any:
+    """An array or a tensor as lists, a number of theirs as ours; all else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True)
@@ -110,28 +135,29 @@ class SamplingParams:
         check_int("top_k", self.top_k, 0, 2**31 - 1)
         # Beyond these bounds logits / temperature leaves what fp32 can tell apart.
         warm = "0 (greedy) or a number in 0.0001..10000"
-        _check_number("temperature", self.temperature, lambda x: x == 0 or 1e-4 <= x <= 1e4, warm)
-        _check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1")
-        _check_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in 0..1")
+        check_number("temperature", self.temperature, lambda x: x == 0 or 1e-4 <= x <= 1e4, warm)
+        check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1")
+        check_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in 0..1")
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop is {self.stop!r}, wanted non-empty strings")
+            raise ValueError(f"stop is {short(self.stop)}, wanted non-empty strings")
         if not isinstance(self.stop_token_ids, (tuple, list)):
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}, wanted a tuple of ids")
+            ids = short(self.stop_token_ids)
+            raise ValueError(f"stop_token_ids is {ids}, wanted a tuple of ids")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, 2**31 - 1)
         share = "a number in 0.01..100"
-        _check_number(
+        check_number(
             "repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, share
         )
         for key in ("presence_penalty", "frequency_penalty"):
-            _check_number(key, getattr(self, key), lambda x: abs(x) <= 100, "a number in -100..100")
+            check_number(key, getattr(self, key), lambda x: abs(x) <= 100, "a number in -100..100")
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}, wanted True or False")
+            raise ValueError(f"ignore_eos is {short(self.ignore_eos)}, wanted True or False")
         check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -141,12 +167,13 @@ class SamplingParams:
             pairs = ()
         if len(pairs) > MAX_BIASES or (self.logit_bias and not pairs):
             raise ValueError(
-                f"logit_bias is {self.logit_bias!r}, wanted at most {MAX_BIASES} pairs id: number"
+                f"logit_bias is {short(self.logit_bias)}, "
+                f"wanted at most {MAX_BIASES} pairs id: number"
             )
         object.__setattr__(self, "logit_bias", pairs)
         for token, bias in pairs:
             check_int("an id of logit_bias", token, 0, 2**31 - 1)
-            _check_number("logit_bias", bias, lambda x: abs(x) <= 1e4, "numbers in -10000..10000")
+            check_number("logit_bias", bias, lambda x: abs(x) <= 1e4, "numbers in -10000..10000")
 
     @property
     def sampler(self) -> Literal["greedy", "sampled", "full"]:
@@ -160,9 +187,3 @@ class SamplingParams:
         ):
             return "full"
         return "sampled" if self.temperature > 0 else "greedy"
-
-
-def _check_number(key: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not -math.inf < value < math.inf or not accepts(value):
-        raise ValueError(f"{key} is {value!r}, wanted {wanted}")

@@ -2,8 +2,9 @@
 
 import math
 import random
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,14 @@ from typing import Any
 import torch
 
 from nanodflash.checkpoint import Checkpoint, load_model, open_checkpoint
-from nanodflash.config import MAX_STOP_IDS, EngineConfig, SamplingParams, check_int
+from nanodflash.config import (
+    MAX_STOP_IDS,
+    EngineConfig,
+    SamplingParams,
+    check_int,
+    listed,
+    short,
+)
 from nanodflash.decoding.cycle import Decoder, Proposer
 from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
@@ -91,6 +99,9 @@ class LLM:
     ) -> None:
         if draft == "auto":
             draft = "bundled" if model == "bundled" else None
+        self._trace_file = Path(trace) if trace is not None else None
+        if self._trace_file is not None:
+            self._trace_file.write_text("")  # what cannot be written is known before any work
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         checkpoint = _open(model, "target", revision)
@@ -130,7 +141,6 @@ class LLM:
 
         ahead = _overlap(overlap, self.device)
         self._trace = Trace(enabled=trace is not None)
-        self._trace_file = Path(trace) if trace is not None else None
         self.engine = Engine(
             lambda: ModelSteps(load(), graphs),
             lambda: open_stream(place[0], ahead),
@@ -153,22 +163,28 @@ class LLM:
         """Decode every prompt, many at once; outputs in the order of the prompts.
 
         Args:
-            prompts:   strings (raw: no chat template) or lists of token ids; one or many.
+            prompts:   strings (raw: no chat template) or lists of token ids; one or many. An array
+                       or a tensor is as good as a list.
             params:    for all, or one for each.
             speculate: False decodes with the target alone, on the same engine.
             progress:  show a line on stderr while it runs.
         """
-        many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if many and not isinstance(many[0], Sequence):
+        given: Any = listed(prompts)
+        one = (str, bytes, bytearray, Mapping, Set)  # the last four are refused
+        several = isinstance(given, Iterable) and not isinstance(given, one)
+        many = [listed(prompt) for prompt in given] if several else [given]
+        if several and many and not isinstance(many[0], Sequence):
             many = [many]  # one prompt, of token ids
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
+        elif not isinstance(params, (list, tuple)):
+            raise ValueError(f"params is {short(params)}, wanted SamplingParams or a list of them")
         if len(params) != len(many):
             raise ValueError(f"got {len(params)} params for {len(many)} prompts, wanted one each")
         sequences = [self.prepare(p, q, speculate) for p, q in zip(many, params, strict=True)]
-        handles = [self.engine.submit(sequence) for sequence in sequences]
+        handles = [self.engine.submit(sequence, streams=False) for sequence in sequences]
         try:
-            if progress:
+            if progress and sys.stderr is not None:
                 show_progress(sequences, handles)
             return [handle.result() for handle in handles]
         finally:  # interrupted, or one of them failed
@@ -242,6 +258,8 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
         """Check a request, before anything is run for it; `engine.submit` takes it."""
         self.engine.require_open()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {short(params)}, wanted SamplingParams")
         ids = self._ids(prompt)
         room = self.config.max_model_len - len(ids)
         if room < 1:
@@ -282,7 +300,10 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("this model brings no tokenizer: give token ids, not text")
             prompt = self.tokenizer.encode(prompt)
-        ids = list(prompt)
+        prompt = listed(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+            raise ValueError(f"a prompt is {short(prompt)}, wanted a text or a list of token ids")
+        ids = [listed(token) for token in prompt]
         if not ids:
             raise ValueError("the prompt is empty: it has no tokens")
         for token in ids:

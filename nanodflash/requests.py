@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanodflash.config import SamplingParams
+from nanodflash.config import SamplingParams, short
 from nanodflash.engine.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def _read_object(line: str, params: SamplingParams, where: str) -> Request:
     asked = {key: given.pop(key)}
     if not isinstance(asked[key], kind):
         wanted = "a string" if kind is str else "a list of messages"
-        raise ValueError(f"{where}{key} is {asked[key]!r}, wanted {wanted}")
+        raise ValueError(f"{where}{key} is {short(asked[key])}, wanted {wanted}")
     if unknown := sorted(given.keys() - FIELDS):
-        raise ValueError(f"{where}unknown key {unknown[0]!r}")
+        raise ValueError(f"{where}unknown key {short(unknown[0])}")
     try:
         if isinstance(bias := given.get("logit_bias"), dict):  # keys of JSON are strings
             given["logit_bias"] = {int(token): number for token, number in bias.items()}
@@ -152,6 +152,12 @@ class Outcome:
         return metrics.tau if self.speculated and metrics.cycles else None
 
     @property
+    def reach(self) -> int:
+        """Positions that the longest prompt and its answer take."""
+        ends = (o.metrics.prompt_tokens + len(o.token_ids) for o in self.outputs)
+        return max(ends, default=0)
+
+    @property
     def speed_up(self) -> float | None:
         """Ratio of the decoding speeds, None where one was not measured."""
         fast, slow = (_total(runs).tokens_per_second for runs in (self.outputs, self.plain))
@@ -184,6 +190,8 @@ class Outcome:
         told["totals"] = _totals(self.outputs)
         if self.seconds is not None:
             told["totals"]["seconds"] = self.seconds
+            # All tokens by the wall clock, prefill included: the prompts' `decode_seconds` overlap.
+            told["totals"]["tokens_per_second"] = _count(self.outputs) / self.seconds
         told["outputs"] = list(map(tell, self.requests, self.outputs))
         return told
 

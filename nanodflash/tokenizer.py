@@ -6,7 +6,6 @@ Source: tokenizer.json, tokenizer_config.json and chat_template.jinja of the che
 
 import codecs
 import json
-import reprlib
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property, partial
@@ -16,6 +15,8 @@ from typing import Any
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nanodflash.config import short
 
 
 class Tokenizer:
@@ -51,18 +52,17 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for whatever is wrong
             raise ValueError(f"{path} is not a valid tokenizer file: {error}") from error
 
-        config = _read_json(folder / "tokenizer_config.json")
+        config_file = folder / "tokenizer_config.json"
+        config = _read_json(config_file)
         special_tokens = {
-            name: token["content"] if isinstance(token, dict) else token
+            name: _special_token(token, f"{config_file}: {name}")
             for name in ("bos_token", "eos_token", "pad_token")
             if (token := config.get(name)) is not None
         }
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template = _template_of(config.get("chat_template"), f"{config_file}: chat_template")
         template_file = folder / "chat_template.jinja"
         if template_file.is_file():
-            template = template_file.read_text(encoding="utf-8")
+            template = read_text(template_file)
         return cls(backend, template, special_tokens)
 
     @property
@@ -75,7 +75,8 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # what the library also says of a lone surrogate
-            raise ValueError(f"a text must be valid Unicode, got {reprlib.repr(text)}") from error
+            _check_unicode(text)
+            raise ValueError(f"a text is {short(text)}, wanted a string") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`: special tokens and ids without a token are skipped."""
@@ -84,6 +85,11 @@ class Tokenizer:
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token, None for one that `decode` skips."""
         return None if token_id in self._special_ids else self.backend.id_to_token(token_id)
+
+    @cached_property
+    def spellings(self) -> "Spellings":
+        """Bytes of every token of a byte-level vocabulary."""
+        return Spellings(self)
 
     def chat(self, messages: list[dict[str, Any]], enable_thinking: bool = False) -> str:
         """Render a conversation with the model's own template, up to where the model answers.
@@ -97,11 +103,14 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: use a raw prompt")
-        if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        listed = messages if isinstance(messages, list) else []
+        if not listed or not all(_has_strings(message, "role", "content") for message in listed):
             raise ValueError(
                 "messages must be a non-empty list of dicts with the strings 'role' and 'content', "
-                f"e.g. [{{'role': 'user', 'content': 'Hi'}}]; got {reprlib.repr(messages)}"
+                f"e.g. [{{'role': 'user', 'content': 'Hi'}}]; got {short(messages)}"
             )
+        for message in messages:  # while the text is the user's own, without the template's
+            _check_unicode(message["content"])
         try:
             return self._template.render(
                 messages=messages,
@@ -125,6 +134,22 @@ class Tokenizer:
         return environment.from_string(self.chat_template or "")
 
 
+class Spellings(dict[int, bytes]):
+    """Id -> its bytes in a byte-level vocabulary, none for a token that `decode` skips; kept."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._piece = tokenizer.piece
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._piece(token_id) or ""
+        try:
+            self[token_id] = bytes(_BYTE_OF[char] for char in piece)
+        except KeyError:  # an added token, written in plain text
+            self[token_id] = piece.encode()
+        return self[token_id]
+
+
 class StreamDecoder:
     """Decode one sequence as its tokens arrive, and find its stop strings.
 
@@ -144,6 +169,7 @@ class StreamDecoder:
         self._held = ""  # settled text that may still become a stop string
         # Byte-level tokens are bytes, whatever their neighbours are.
         self._byte_level = isinstance(tokenizer.backend.decoder, tokenizers.decoders.ByteLevel)
+        self._spellings = tokenizer.spellings
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         # Other decoders strip the start of a text, so later tokens are decoded behind the head:
         # the first tokens that gave text.
@@ -159,15 +185,19 @@ class StreamDecoder:
         Returns:
             Whole characters that later tokens cannot change or turn into a stop string.
         """
+        if self._byte_level and not self._stop:  # nothing to look for between two tokens
+            self.num_tokens += len(ids)
+            return self._utf8.decode(b"".join(map(self._spellings.__getitem__, ids)))
         shown = []
         for token_id in ids:
             if self.stopped is not None:
                 break
             self.num_tokens += 1
-            piece = self._tokenizer.piece(token_id)
-            if piece is not None:
-                step = self._bytes_step(piece) if self._byte_level else self._step(token_id, piece)
-                shown.append(self._release(self._held + step))
+            if self._byte_level:
+                step = self._utf8.decode(self._spellings[token_id])
+            else:
+                step = self._step(token_id, self._tokenizer.piece(token_id))
+            shown.append(self._release(self._held + step))
         return "".join(shown)
 
     def finish(self) -> str:
@@ -178,15 +208,10 @@ class StreamDecoder:
         self._held, self._pending = "", []
         return rest
 
-    def _bytes_step(self, piece: str) -> str:
-        """The characters that a byte-level token completes."""
-        try:
-            return self._utf8.decode(bytes(_BYTE_OF[char] for char in piece))
-        except KeyError:  # an added token, written in plain text
-            return self._utf8.decode(piece.encode())
-
-    def _step(self, token_id: int, piece: str) -> str:
-        """The text that a token settles, for every other kind of decoder."""
+    def _step(self, token_id: int, piece: str | None) -> str:
+        """The text that a token settles, for decoders that are not byte-level."""
+        if piece is None:
+            return ""
         self._pending.append(token_id)
         # A run of byte tokens is open until another token ends it: one bad byte makes all of them
         # U+FFFD. A stop string settles it at once, since what follows is dropped.
@@ -230,22 +255,55 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_OF |= {chr(256 + rank): byte for rank, byte in enumerate(_OTHERS)}
 
 
+def read_text(path: Path) -> str:
+    """A file's text; ValueError names a file that is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file."""
+    text = read_text(path) if path.is_file() else "{}"
     try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
-def _is_message(message: object) -> bool:
-    """Whether a chat message has the form that templates read."""
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
+def _special_token(token: Any, what: str) -> str:
+    """The text of a special token, which stands alone or in an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f'{what} is {short(token)}, wanted a string or {{"content": string}}')
+    return text
+
+
+def _template_of(given: Any, what: str) -> str | None:
+    """The chat template: the one there is, or the one named "default"."""
+    named = [{"name": "default", "template": given}] if isinstance(given, str) else given or []
+    if not (isinstance(named, list) and all(_has_strings(n, "name", "template") for n in named)):
+        wanted = 'a string or a list of {"name": string, "template": string}'
+        raise ValueError(f"{what} is {short(given)}, wanted {wanted}")
+    return {entry["name"]: entry["template"] for entry in named}.get("default")
+
+
+def _check_unicode(text: str) -> None:
+    """ValueError for a text with a lone surrogate, which has no UTF-8; it shows where."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(error.start - 30, 0) : error.start + 30]
+        raise ValueError(f"a text must be valid Unicode, got {near!r}") from error
+
+
+def _has_strings(value: object, *keys: str) -> bool:
+    """Whether it is a dict with strings at these keys."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 SPREADS = ("first_ms", "token_ms")
+PUBLISHED = 0.33  # lmsys.org, DFlash with overlap against without, Qwen3-8B on a B200
 
 
 def table(result: dict[str, Any]) -> str:
@@ -85,6 +86,53 @@ def concurrency(result: dict[str, Any]) -> str:
             "tokens/s."
         )
     lines += ["", f"Machine as above, commit {run['commit']}: `{run['command']}`"]
+    return "\n".join(lines)
+
+
+def simulated(result: dict[str, Any]) -> str:
+    """A Markdown table of the device's idle share, overlap off and on."""
+    run = result["run"]
+    lines = [
+        "| step ms | requests | idle, no overlap | idle, overlap | tokens/s gained "
+        "| host us a request and step | without text |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["simulated"]:
+        off, on = row["off"], row["on"]
+        lines.append(
+            f"| {row['step_ms']:g} | {row['clients']} | {off['idle_share']:.1%} "
+            f"| {on['idle_share']:.2%} | {row['gain'] - 1:+.0%} | {on['host_us']:.1f} "
+            f"| {row['silent']['host_us']:.1f} |"
+        )
+    first = result["simulated"][0]
+    lines += [
+        "",
+        f"The published gain of overlap, on another engine and a real GPU, is +{PUBLISHED:.0%}. "
+        f"Medians of {len(first['samples']['on'])} runs of at least "
+        f"{min(run['steps'] for run in first['samples']['on'])} steps, machine as above, commit "
+        f"{run['commit']}: `{run['command']}`",
+    ]
+    return "\n".join(lines)
+
+
+def overlapped(result: dict[str, Any]) -> str:
+    """A Markdown table of overlap on a CPU, where host and device share the cores."""
+    run = result["run"]
+    lines = [
+        "| requests at once | tokens/s, no overlap | tokens/s, overlap | ratio | surplus rows |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["overlap"]:
+        lines.append(
+            f"| {row['clients']} | {row['off']:.0f} | {row['on']:.0f} | {row['ratio']:.2f} "
+            f"| {row['surplus_rows']} of {row['requests']} requests ({row['surplus_share']:.1%}) |"
+        )
+    lines += [
+        "",
+        "A surplus row is a cycle launched before the host knew that its request had ended.",
+        "",
+        f"Machine as above, commit {run['commit']}: `{run['command']}`",
+    ]
     return "\n".join(lines)
 
 

@@ -3,9 +3,11 @@
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from nanodflash import LLM, SamplingParams
+from nanodflash.benchmarks import decode
 
 REQUESTS_EACH = 3  # requests a client sends, one after another
 
@@ -76,6 +78,47 @@ def run_prefix(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
             times.append(1e3 * output.metrics.prefill_seconds)
     a, b = statistics.median(cold), statistics.median(hit)
     return {"tokens": length, "cold_ms": a, "cached_ms": b, "ratio": a / b}
+
+
+def run_overlap(
+    llm_of: Callable[[bool], LLM], count: int, clients: int, rounds: int, max_new: int
+) -> dict[str, Any]:
+    """Tokens/s with overlap and without, in turns, `count` prompts of fixed length of answer.
+
+    One engine at a time: two would keep two pools of OpenMP workers, each asleep when wanted.
+
+    Returns:
+        A JSON object: samples, medians, median ratio, surplus rows a request.
+    """
+    params = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
+    samples: dict[str, list[float]] = {"off": [], "on": []}
+    surplus, rows = 0, 1
+    for turn in range(rounds):
+        for name in ("off", "on") if turn % 2 == 0 else ("on", "off"):
+            with llm_of(name == "on") as llm:
+                prompts = decode.prompt_set(llm, count)
+                work = [prompts[i : i + clients] for i in range(0, count, clients)]
+                for some in work:
+                    llm.generate(some, params)
+                before, began = llm.metrics.copy(), time.perf_counter()
+                for some in work:
+                    llm.generate(some, params)
+                samples[name].append(count * max_new / (time.perf_counter() - began))
+                if name == "on":
+                    spent = llm.metrics - before
+                    surplus, rows = spent.surplus, spent.rows
+    return {
+        "clients": clients,
+        "requests": count,
+        "samples": samples,
+        "off": statistics.median(samples["off"]),
+        "on": statistics.median(samples["on"]),
+        "ratio": statistics.median(
+            on / off for on, off in zip(samples["on"], samples["off"], strict=True)
+        ),
+        "surplus_rows": surplus,
+        "surplus_share": surplus / rows,
+    }
 
 
 def _spread(seconds: list[float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ acceptances. What is left to measure is the host: its own cost, and whether the 
 
 import random
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.plan import BUDGET, RUNNING, StepPlan
 from nanodflash.engine import sequence as host
-from nanodflash.engine.engine import Engine
+from nanodflash.engine.engine import Engine, RequestHandle
 from nanodflash.engine.streams import SimulatedStream
 from nanodflash.engine.trace import Trace
 from nanodflash.llm import BUNDLED
@@ -25,7 +26,6 @@ from nanodflash.tokenizer import StreamDecoder, Tokenizer
 BLOCK, MEAN = 16, 6.4  # emitted a cycle: what the public 8B drafter reaches on GSM8K
 ACCEPT = 0.857  # chance that a proposal is right; E[emitted] of a block is then the mean above
 PROMPT = 48  # tokens
-PUBLISHED = 1.33  # tokens/s with overlap against without, of another engine on a B200
 
 
 class SimulatedSteps:
@@ -56,7 +56,9 @@ class SimulatedSteps:
         result: Tensor,
         mark: Callable[[str], None],
     ) -> None:
-        """Make the records, and let the time pass on the timeline."""
+        """Let the time pass on the timeline, and make the records."""
+        self._stream.spend(self._seconds)
+        mark("step")
         for given in plan.admissions:
             self._len[given.slot], self._budget[given.slot] = len(given.ids) - 1, given.budget
             self._epoch[given.slot], self._alive[given.slot] = given.epoch, 0
@@ -68,8 +70,6 @@ class SimulatedSteps:
         width = plan.facts.width
         cycle = self._records(rows, np.minimum(self._accepted[drawn], width - 1), width)
         result.numpy()[:] = np.concatenate([first.ravel(), cycle.ravel()])
-        self._stream.spend(self._seconds)
-        mark("step")
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing is shared."""
@@ -150,17 +150,22 @@ class Simulation:
             thread a request and step.
         """
         clients, each = self.config.max_seqs, 50
-        count = clients * (steps // each + 2)
-        sizes = [round(MEAN * self._rng.uniform(0.5, 1.5) * each) for _ in range(count)]
-        handles = [self.engine.submit(self.request(size)) for size in sizes]
-        for handle in handles:
-            handle.result()
+        tokens, handles = 0, deque[RequestHandle]()
+        for _ in range(clients * (steps // each + 2)):
+            size = round(MEAN * self._rng.uniform(0.5, 1.5) * each)
+            handles.append(self.engine.submit(self.request(size)))
+            if len(handles) == 2 * clients:
+                tokens += _read(handles.popleft())
+        tokens += sum(map(_read, handles))
         metrics = self.engine.metrics.copy()
-        tokens = sum(len(handle.result().token_ids) for handle in handles)
         return metrics.as_dict() | {
             "tokens_per_second": tokens / (metrics.busy_seconds + metrics.idle_seconds),
             "host_us": 1e6 * metrics.host_seconds / metrics.rows,
         }
+
+
+def _read(handle: RequestHandle) -> int:
+    return sum(len(chunk.token_ids) for chunk in handle)
 
 
 def run_simulated(step_ms: float, clients: int, steps: int, rounds: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from nanodflash import ops
 from nanodflash.decoding.state import DeviceState
 
+SURE = 0.3  # probability from which the drafter's best is proposed; measured, docs/LOG.md
+
 # Of the chosen token [B, S], and the likeliest: values and ids [B, S, 20].
 Logprobs = tuple[Tensor, Tensor, Tensor]
 
@@ -84,4 +86,4 @@ def propose(
     """
     coupled = choose(logits, state, slots, positions, vocabulary)
     sure, best = logits.softmax(-1).max(-1)
-    return torch.where(sure > 0.5, best, coupled)
+    return torch.where(sure > SURE, best, coupled)

@@ -1,12 +1,26 @@
-"""From committed numbers to what a reader gets: text, stop strings, counts."""
+"""From launched steps to what a reader gets: records, then text, stop strings, counts."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
+from nanodflash.decoding.plan import StepPlan
 from nanodflash.engine.sequence import Chunk, Sequence, TokenLogprobs
+
+Record = Ids[int]
+Logprobs = Callable[[str, int, int], list[TokenLogprobs]]
 
 
 @dataclass
+class Launched:
+    """A plan and the sequences behind its slots, until it is committed."""
+
+    plan: StepPlan
+    spans: list[Sequence]
+    rows: list[Sequence]
+
+
+@dataclass(slots=True)
 class Committed:
     """A record whose text is not made yet.
 

@@ -7,6 +7,7 @@ Other threads put requests and aborts into the inbox and take chunks out of thei
 """
 
 import asyncio
+import atexit
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,10 +26,15 @@ from nanodflash.engine.trace import Trace
 
 
 class RequestHandle:
-    """One request, seen from outside the engine. Any one thread may iterate it."""
+    """One request, seen from outside the engine. Any one thread may iterate it.
 
-    def __init__(self, engine: "Engine", sequence: Sequence) -> None:
-        self._engine, self._sequence = engine, sequence
+    Args:
+        streams: keep the chunks for a reader; without, only the last one. What nobody reads would
+                 pile up, and long pauses of the garbage collector with it.
+    """
+
+    def __init__(self, engine: "Engine", sequence: Sequence, streams: bool) -> None:
+        self._engine, self._sequence, self._streams = engine, sequence, streams
         self._chunks: SimpleQueue[Chunk | BaseException] = SimpleQueue()
         self._done = threading.Event()
         self._failure: BaseException | None = None
@@ -38,8 +44,10 @@ class RequestHandle:
         """Hand a chunk, or what ended the request, to whoever reads. Called by the engine."""
         if isinstance(item, BaseException):
             self._failure = item
-        self._chunks.put(item)
-        if isinstance(item, BaseException) or item.finish_reason is not None:
+        last = isinstance(item, BaseException) or item.finish_reason is not None
+        if self._streams or last:
+            self._chunks.put(item)
+        if last:
             self._done.set()
         self._notify()
 
@@ -131,7 +139,7 @@ class Engine:
         self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
         self._inbox: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
         self._lock = threading.Lock()  # of submitting and closing
-        self._closed = False
+        self._closed, self._over = False, threading.Event()
         self._error: BaseException | None = None
         self._ended = 0.0  # of the latest committed step, on the device's clock
         self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
@@ -141,15 +149,16 @@ class Engine:
         )
         opened: SimpleQueue[Runner | BaseException] = SimpleQueue()
         self._thread = threading.Thread(
-            target=self._run,
+            target=self._live,
             args=(lambda: Runner(make_steps, open_stream(), config), opened),
             name="nanodflash",
             daemon=True,
         )
-        self._thread.start()
         try:
+            self._thread.start()
             runner = opened.get()
-        except BaseException:  # interrupted: no thread may be in the middle of torch at exit
+        except BaseException:  # interrupted, perhaps again while it closes
+            atexit.register(self.close)  # no thread may be in the middle of torch at exit
             self.close()
             raise
         if isinstance(runner, BaseException):
@@ -157,9 +166,9 @@ class Engine:
             raise runner
         self.runner = runner
 
-    def submit(self, sequence: Sequence) -> RequestHandle:
+    def submit(self, sequence: Sequence, streams: bool = True) -> RequestHandle:
         """Take a request; RuntimeError once closed."""
-        handle = RequestHandle(self, sequence)
+        handle = RequestHandle(self, sequence, streams)
         with self._lock:
             self.require_open()
             self._handles[id(sequence)] = handle
@@ -184,6 +193,7 @@ class Engine:
         self._inbox.put(("close", None))
         # The collector of garbage may call this from one of the threads that would be waited for.
         if not threading.current_thread().name.startswith("nanodflash"):
+            self._over.wait()  # a `join` that is interrupted takes the thread for ended (3.11)
             self._thread.join()
 
     def page_stats(self) -> PageStats:
@@ -193,15 +203,21 @@ class Engine:
 
     # ------------------------------------------------------------------ the bookkeeping thread
 
-    def _run(
+    def _live(
         self, open_runner: Callable[[], Runner], opened: "SimpleQueue[Runner | BaseException]"
     ) -> None:
         try:
             self.runner = open_runner()
         except BaseException as error:
             opened.put(error)
-            return
-        opened.put(self.runner)
+        else:
+            opened.put(self.runner)
+            self._run()
+        finally:
+            self._over.set()
+
+    def _run(self) -> None:
+        """Until it is closed, or has failed."""
         if self._depth > 1:
             self._launcher.start()
         try:

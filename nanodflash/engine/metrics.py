@@ -18,8 +18,8 @@ class Metrics:
     Attributes:
         prompt_tokens:   tokens of the prompt.
         emitted:         `num_emitted` -> cycles that emitted so many.
-        accepted_at:     [S-1], cycles that kept the proposal at this block position (from 1).
-        proposed_at:     [S-1], cycles that proposed there.
+        kept:            proposals kept -> cycles that kept so many.
+        made:            proposals made -> cycles that made so many.
         cached_tokens:   tokens of the prompt that came from the prefix cache.
         preemptions:     times that it lost its pages and was prefilled again.
         prefill_seconds: from the start of the request to its first token.
@@ -30,18 +30,16 @@ class Metrics:
     cached_tokens: int = 0
     preemptions: int = 0
     emitted: Counter[int] = field(default_factory=Counter)
-    accepted_at: list[int] = field(default_factory=list)
-    proposed_at: list[int] = field(default_factory=list)
+    kept: Counter[int] = field(default_factory=Counter)
+    made: Counter[int] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
     def count_cycle(self, emitted: int, accepted: int, proposed: int) -> None:
         """Count one cycle: tokens emitted, proposals kept after the cut, proposals made."""
         self.emitted[emitted] += 1
-        for counts, upto in ((self.accepted_at, accepted), (self.proposed_at, proposed)):
-            counts.extend([0] * (upto - len(counts)))
-            for position in range(upto):
-                counts[position] += 1
+        self.kept[accepted] += 1
+        self.made[proposed] += 1
 
     def __add__(self, other: "Metrics") -> "Metrics":
         return Metrics(
@@ -49,8 +47,8 @@ class Metrics:
             self.cached_tokens + other.cached_tokens,
             self.preemptions + other.preemptions,
             self.emitted + other.emitted,
-            _add(self.accepted_at, other.accepted_at),
-            _add(self.proposed_at, other.proposed_at),
+            self.kept + other.kept,
+            self.made + other.made,
             self.prefill_seconds + other.prefill_seconds,
             self.decode_seconds + other.decode_seconds,
         )
@@ -63,17 +61,27 @@ class Metrics:
     @property
     def proposed(self) -> int:
         """Proposals in all cycles."""
-        return sum(self.proposed_at)
+        return _total(self.made)
 
     @property
     def accepted(self) -> int:
         """Proposals that were kept."""
-        return sum(self.accepted_at)
+        return _total(self.kept)
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """Cycles that kept the proposal at each block position, from position 1."""
+        return _reaching(self.kept)
+
+    @property
+    def proposed_at(self) -> list[int]:
+        """Cycles that proposed there."""
+        return _reaching(self.made)
 
     @property
     def decoded_tokens(self) -> int:
         """Tokens that cycles emitted: all but the first of a request."""
-        return sum(n * count for n, count in self.emitted.items())
+        return _total(self.emitted)
 
     @property
     def tau(self) -> float:
@@ -224,7 +232,13 @@ class EngineMetrics:
         }
 
 
-def _add(a: list[int], b: list[int]) -> list[int]:
-    longest = max(len(a), len(b))
-    padded = (x + [0] * (longest - len(x)) for x in (a, b))
-    return [sum(pair) for pair in zip(*padded, strict=True)]
+def _total(counts: Counter[int]) -> int:
+    return sum(n * count for n, count in counts.items())
+
+
+def _reaching(counts: Counter[int]) -> list[int]:
+    """How many reach 1, 2, ... up to the largest."""
+    return [
+        sum(count for n, count in counts.items() if n >= place)
+        for place in range(1, max(counts, default=0) + 1)
+    ]

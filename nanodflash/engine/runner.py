@@ -95,7 +95,8 @@ class Ticket:
     """A launched step; the waiting side's from the moment it is handed on.
 
     Attributes:
-        marks: name and end of each part; the first is the begin of the step.
+        marks: name and end of each part but the last; the first is the begin of the step.
+        done:  the end of the copy out.
         error: what the step raised, known once `done` has fired.
     """
 
@@ -104,6 +105,11 @@ class Ticket:
     done: Event | None = None
     marks: list[tuple[str, Event]] = field(default_factory=list)
     error: BaseException | None = None
+
+    def times(self) -> list[tuple[str, float]]:
+        """Name and end of each part, on the device's clock, once the step is done."""
+        assert self.done is not None
+        return [(name, mark.time) for name, mark in [*self.marks, ("copy out", self.done)]]
 
 
 class Runner:
@@ -117,7 +123,11 @@ class Runner:
         self, make_steps: Callable[[], Steps], stream: Stream, config: EngineConfig
     ) -> None:
         self.stream, self.config = stream, config
-        self.steps: Any = stream.call(make_steps)
+        try:
+            self.steps: Any = stream.call(make_steps)
+        except BaseException:
+            stream.close()
+            raise
         widest = config.max_seqs * max(RECORD + 1 + BITS, RECORD + config.block_size * (1 + BITS))
         # One more than can be launched: a slot is written again only behind its step's event.
         self._free: SimpleQueue[RingSlot] = SimpleQueue()
@@ -141,26 +151,24 @@ class Runner:
             ticket.done = self.stream.submit(lambda: self.steps.forget(named))
             return ticket
         sizes = [len(section) for section in sections]
-        self._copy_in(ticket.slot, np.concatenate(sections))
+        mark: Mark = lambda name: ticket.marks.append((name, self.stream.mark()))  # noqa: E731
+        self._copy_in(ticket.slot, np.concatenate(sections), mark)
         count = sum(_result_sizes(plan))
 
         def work() -> None:
-            mark: Mark = lambda name: ticket.marks.append((name, self.stream.mark()))  # noqa: E731
-            mark("begin")
             try:
                 parts = self._packet[: sum(sizes)].split(sizes)
                 self.steps.run(plan, parts, self._result[:count], mark)
             except BaseException as error:  # also what a caller's proposer raises
                 ticket.error = error
                 self.steps.forget(named)
-            mark("end")
 
         self.stream.submit(work)
         # In the stream, and before the next step writes the result again.
         ticket.done = self.stream.copy(ticket.slot.result[:count], self._result[:count])
         return ticket
 
-    def _copy_in(self, slot: RingSlot, packet: np.ndarray) -> None:
+    def _copy_in(self, slot: RingSlot, packet: np.ndarray, mark: Mark) -> None:
         size = len(packet)
         if size > len(slot.packet):  # long prompts; never in the steady state
             slot.packet = self.stream.pinned(2 * size)
@@ -168,9 +176,11 @@ class Runner:
         source.numpy()[:] = packet
 
         def work() -> None:
+            mark("begin")
             if size > len(self._packet):
                 self._packet = self._packet.new_zeros(2 * size)
             self._packet[:size].copy_(source, non_blocking=True)
+            mark("copy in")
 
         self.stream.submit(work)
 
@@ -187,7 +197,7 @@ class Runner:
         self._free.put(ticket.slot)
         if ticket.error is not None:
             raise ticket.error
-        times = [(name, event.time) for name, event in ticket.marks]
+        times = ticket.times()
         seconds: dict[str, float] = {}
         for (_, begin), (name, end) in pairwise(times):
             seconds[name] = seconds.get(name, 0.0) + end - begin

@@ -12,8 +12,6 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
-from functools import partial
 
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.plan import (
@@ -33,23 +31,12 @@ from nanodflash.decoding.plan import (
     Span,
     StepPlan,
 )
-from nanodflash.engine.delivery import Committed, show
+from nanodflash.engine.delivery import Committed, Launched, Logprobs, Record, show
 from nanodflash.engine.paging import PagePool
-from nanodflash.engine.sequence import Chunk, Phase, Sequence, TokenLogprobs
+from nanodflash.engine.sequence import Chunk, Phase, Sequence
 
 FINISH_REASON = {RUNNING: None, STOP: "stop", BUDGET: "length"}
 SAMPLERS: tuple[Sampler, ...] = ("greedy", "sampled", "full")  # each serves those before it
-Record = Ids[int]
-Logprobs = Callable[[str, int, int], list[TokenLogprobs]]
-
-
-@dataclass
-class Launched:
-    """A plan and the sequences behind its slots, until it is committed."""
-
-    plan: StepPlan
-    spans: list[Sequence]
-    rows: list[Sequence]
 
 
 class Scheduler:
@@ -119,7 +106,7 @@ class Scheduler:
     def _plan_kind(self, kind: bool) -> StepPlan | None:
         """A step of rows that speculate, or of rows that do not: the two kinds take turns."""
         deltas: list[PageDelta] = []
-        rows, short = self._plan_rows(kind, deltas)
+        rows, short, bound = self._plan_rows(kind, deltas)
         width = self.config.block_size if kind else 1
         # Prompts get what the rows leave of the step's tokens, and never nothing.
         floor = min(self.config.page_size, self.config.max_prefill)
@@ -144,7 +131,7 @@ class Scheduler:
             return None
         self._last_kind = kind
         self._steps += 1
-        facts = Facts(width, self._sampler(rows + members), kind, self._bound(rows))
+        facts = Facts(width, _sampler(rows + members), kind, bound)
         slots = [sequence.slot for sequence in rows]
         plan = StepPlan(self._steps, facts, admissions, deltas, spans, slots)
         for sequence in rows + members:
@@ -158,37 +145,31 @@ class Scheduler:
         known = len(sequence) + (sequence.inflight + 1) * size
         return min(known, len(sequence.prompt) + sequence.budget + size)
 
-    def _bound(self, rows: list[Sequence]) -> int:
-        return max((self._upper(sequence) for sequence in rows), default=1)
-
-    def _sampler(self, sequences: list[Sequence]) -> Sampler:
-        return max((s.params.sampler for s in sequences), key=SAMPLERS.index, default="greedy")
-
-    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> tuple[list[Sequence], bool]:
+    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> tuple[list[Sequence], bool, int]:
         """Rows of the cycle: every decoding sequence whose next block has its pages.
 
-        `short` once an earlier one waits for pages: then later ones only go on with what they
-        hold, and nobody is admitted.
+        Returns:
+            The rows; `short` once an earlier one waits for pages: then later ones only go on with
+            what they hold, and nobody is admitted; the most places that a row may write.
         """
-        rows, short = [], False
+        rows, short, bound, size = [], False, 1, self.config.page_size
         for sequence in list(self.running):
             if sequence.speculate != kind or sequence.phase is not Phase.DECODE:
                 continue
-            wanted = math.ceil(self._upper(sequence) / self.config.page_size)
-            missing = wanted - len(sequence.pages)
-            while not short and missing > self.pages.available and self._preempt_after(sequence):
-                continue
-            short = short or missing > self.pages.available
-            if missing > 0 and short:
-                continue  # it waits for a commit, and no later one takes the pages
+            upper = self._upper(sequence)
+            missing = -(-upper // size) - len(sequence.pages)
             if missing > 0:
+                short = short or not self._make_room(sequence, missing)
+                if short:
+                    continue  # it waits for a commit, and no later one takes the pages
                 fresh = self.pages.allocate(missing)
                 deltas.append(PageDelta(sequence.slot, len(sequence.pages), fresh))
                 sequence.pages += fresh
-            first = len(sequence) // self.config.page_size
-            assert all(self.pages.owners(p) == 1 for p in sequence.pages[first:]), "shared page"
+            first = sequence.pages[len(sequence) // size]  # later ones were never published
+            assert self.pages.owners(first) == 1, "a row would write a shared page"
             rows.append(sequence)
-        return rows, short
+            bound = max(bound, upper)
+        return rows, short, bound
 
     def _plan_span(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
         """Plan the next chunk of a prompt; how many tokens it has."""
@@ -240,6 +221,12 @@ class Scheduler:
         return self.config.prefix_cache and (sequence.speculate or not self.drafts)
 
     # ------------------------------------------------------------------ preemption
+
+    def _make_room(self, sequence: Sequence, missing: int) -> bool:
+        """Preempt later requests until so many pages are available; whether they are now."""
+        while missing > self.pages.available and self._preempt_after(sequence):
+            continue
+        return missing <= self.pages.available
 
     def _preempt_after(self, sequence: Sequence) -> bool:
         """Preempt the latest request that came after this one; True if pages came free.
@@ -295,15 +282,13 @@ class Scheduler:
         first = 0
         for span, sequence in zip(launched.plan.spans, launched.spans, strict=True):
             if span.last and not span.resumed:
-                extra = logprobs and partial(logprobs, "finals", first)
-                self._take(sequence, finals[first], None, now, extra)
+                self._take(sequence, finals[first], None, now, logprobs, ("finals", first))
                 first += 1
             if sequence.phase in (Phase.PREFILL, Phase.DECODE):
                 self._publish(sequence, span.stop)
         width = launched.plan.facts.width
         for place, sequence in enumerate(launched.rows):
-            extra = logprobs and partial(logprobs, "rows", place)
-            self._take(sequence, rows[place], width, now, extra)
+            self._take(sequence, rows[place], width, now, logprobs, ("rows", place))
         self._settle()
 
     def _settle(self) -> None:
@@ -321,7 +306,8 @@ class Scheduler:
         record: Record,
         width: int | None,
         now: float,
-        logprobs: Callable[[int], list[TokenLogprobs]] | None,
+        logprobs: Logprobs | None,
+        place: tuple[str, int],
     ) -> None:
         """Apply one record: lengths, and the end that the device knows of."""
         if sequence.phase is Phase.FINISHED or record[EPOCH] != sequence.epoch:
@@ -330,7 +316,7 @@ class Scheduler:
         start = len(sequence)
         ids = record[RECORD : RECORD + record[EMITTED]]
         wanted = sequence.params.logprobs
-        extra = logprobs(wanted)[: len(ids)] if logprobs and wanted is not None else None
+        extra = logprobs(*place, wanted)[: len(ids)] if logprobs and wanted is not None else None
         reason = FINISH_REASON[record[FINISH]]
         sequence.commit(ids)
         self._committed.append(
@@ -407,3 +393,7 @@ class Scheduler:
             raise RuntimeError("a page's owners and its count differ")
         if len(owners) != self.pages.stats().live:
             raise RuntimeError("a page is held by nobody")
+
+
+def _sampler(sequences: Ids[Sequence]) -> Sampler:
+    return max({s.sampler for s in sequences}, key=SAMPLERS.index, default="greedy")

@@ -113,6 +113,9 @@ class Sequence:
     started: float = 0.0  # host clock when it was submitted, and of its latest step
     latest: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.sampler = self.params.sampler
+
     def __len__(self) -> int:
         """Tokens whose K/V is in the cache once the prompt is: all but the anchor."""
         return len(self.prompt) + max(len(self.token_ids) - 1, 0)

@@ -40,17 +40,18 @@ class Trace:
         """The parts of a step that has ended, on the device's track, and the gap before it."""
         if not self.enabled:
             return
-        times = [(name, event.time) for name, event in ticket.marks]
-        for (_, begin), (name, end) in pairwise(times):
+        for (_, begin), (name, end) in pairwise(ticket.times()):
             self.spans.append(("device", name, begin, end))
 
+    def with_idle(self) -> list[tuple[str, str, float, float]]:
+        """All spans, and the gaps of the device as spans named idle."""
+        device = sorted(span[2:] for span in self.spans if span[0] == "device")
+        gaps = [(end, begin) for (_, end), (begin, _) in pairwise(device) if begin > end]
+        return self.spans + [("device", "idle", *gap) for gap in gaps]
+
     def write(self, path: Path) -> None:
-        """Write a JSON object of trace events; gaps of the device are spans named idle."""
-        spans = self.spans[:]
-        device = sorted(span[2:] for span in spans if span[0] == "device")
-        for (_, end), (begin, _) in pairwise(device):
-            if begin > end:
-                spans.append(("device", "idle", end, begin))
+        """Write a JSON object of trace events."""
+        spans = self.with_idle()
         origin = min((span[2] for span in spans), default=0.0)
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}

@@ -5,10 +5,11 @@ checkpoint asks for and the code does not do is refused here, by name, before an
 No torch.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from nanodflash.config import check_int, check_number, short
 
 # Every rope type the code does, and the parameters it cannot do without.
 _ROPE_REQUIRED = {
@@ -23,14 +24,19 @@ _ROPE_REQUIRED = {
         "original_max_position_embeddings",
     ),
 }
-# Optional parameters of the types above; no other key of `config.json` bears on RoPE.
-_ROPE_KEYS = {key for keys in _ROPE_REQUIRED.values() for key in keys} | {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
+# All parameters of the types above and what they must be; no other key of `config.json` bears on
+# RoPE. Optional ones may be null.
+_ROPE_KINDS = {
+    "original_max_position_embeddings": "whole",
+    "truncate": "flag",
+    "mscale": "number or 0",
+    "mscale_all_dim": "number or 0",
+    "factor": "number",
+    "low_freq_factor": "number",
+    "high_freq_factor": "number",
+    "attention_factor": "number",
+    "beta_fast": "number",
+    "beta_slow": "number",
 }
 # What the code does is rotate-half over the whole head; these say otherwise, but for the values.
 _ROPE_REFUSED = {
@@ -38,21 +44,48 @@ _ROPE_REFUSED = {
     "is_neox_style": (None, True),
     "mrope_section": (None,),
 }
+# Sizes are bounded so that what is made of them fits 64 bits, and a loop over layers ends.
+_SIZE, _COUNT = 2**24, 2**10
+_MOST = {
+    "num_hidden_layers": _COUNT,
+    "num_attention_heads": _COUNT,
+    "num_key_value_heads": _COUNT,
+    "head_dim": _COUNT,
+}
 
 
-def _positive(value: Any, key: str, what: str, whole: bool = False) -> None:
-    """ValueError unless `value` is a finite number above 0, or a whole one."""
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        wanted = "a whole number" if whole else "a number"
-        raise ValueError(f"{what}: {key} is {value!r} in config.json, wanted {wanted} above 0")
+def _check(
+    config: Mapping[str, Any], key: str, kind: str, what: str, least: int = 1, most: int = _SIZE
+) -> Any:
+    """The value of a key of `config.json`.
+
+    Args:
+        kind:  "whole", "number" (above 0), "number or 0" or "flag" (null is false).
+        least, most: of a whole number.
+    Raises:
+        ValueError: it is of another kind, or beyond what arithmetic can take.
+    """
+    value: Any = config.get(key)
+    name = f"{what}: {key} of config.json"
+    if kind == "whole":
+        check_int(name, value, least, most)
+    elif kind == "flag":
+        if not (value is None or isinstance(value, bool)):
+            raise ValueError(f"{name} is {short(value)}, wanted true or false")
+        value = bool(value)
+    else:
+        zero = kind == "number or 0"
+        wanted = "a number above 0" + " or 0" * zero + " (1e-30 to 1e30)"
+        check_number(name, value, lambda x: 1e-30 <= x <= 1e30 or (zero and x == 0), wanted)
+        value = float(value)
+    return value
 
 
 def _object(config: Mapping[str, Any], key: str, what: str) -> dict[str, Any]:
     """The object at `key`, empty where there is none."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{what}: {key} is {value!r} in config.json, wanted an object")
+        raise ValueError(f"{what}: {key} of config.json is {short(value)}, wanted an object")
     return value
 
 
@@ -76,15 +109,26 @@ class RopeConfig:
         rope_type = new_key or old_key or "default"
         if not isinstance(rope_type, str) or rope_type not in _ROPE_REQUIRED:
             known = ", ".join(_ROPE_REQUIRED)
-            raise ValueError(f"{what}: rope_type {rope_type!r} is not supported (known: {known})")
+            got = short(rope_type)
+            raise ValueError(f"{what}: rope_type {got} is not supported (known: {known})")
         merged = {**config, **merged}
         for key, neutral in _ROPE_REFUSED.items():
             if merged.get(key) not in neutral:
-                raise ValueError(f"{what}: {key} = {merged[key]!r} is not supported")
-        _positive(theta, "rope_theta", what)
-        for key in _ROPE_REQUIRED[rope_type]:
-            _positive(merged.get(key), f"{key} (of rope_type {rope_type!r})", what)
-        return cls(float(theta), rope_type, {k: merged[k] for k in _ROPE_KEYS if k in merged})
+                raise ValueError(f"{what}: {key} = {short(merged[key])} is not supported")
+        theta = _check({"rope_theta": theta}, "rope_theta", "number", what)
+        parameters: dict[str, Any] = {
+            key: _check(merged, key, kind, what, least=2)
+            for key, kind in _ROPE_KINDS.items()
+            if merged.get(key) is not None or key in _ROPE_REQUIRED[rope_type]
+        }
+        if rope_type == "yarn" and theta <= 1:
+            told = f"is {theta}, wanted above 1 (of rope_type 'yarn')"
+            raise ValueError(f"{what}: rope_theta of config.json {told}")
+        low, high = parameters.get("low_freq_factor", 0), parameters.get("high_freq_factor", 0)
+        if rope_type == "llama3" and not low < high:
+            told = f"is {low}, wanted below high_freq_factor ({high})"
+            raise ValueError(f"{what}: low_freq_factor of config.json {told}")
+        return cls(theta, rope_type, parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +151,9 @@ def _geometry(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Check the keys of `TransformerConfig` and return them as keyword arguments."""
     values: dict[str, Any] = {}
     for key in (f.name for f in fields(TransformerConfig) if f.name != "rope"):
-        _positive(config.get(key), key, what, whole=key != "rms_norm_eps")
-        values[key] = config[key]
+        kind = "number" if key == "rms_norm_eps" else "whole"
+        least = 2 if key == "max_position_embeddings" else 1  # a prompt's token and a new one
+        values[key] = _check(config, key, kind, what, least, _MOST.get(key, _SIZE))
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % kv_heads:
         raise ValueError(
@@ -117,17 +162,18 @@ def _geometry(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     if values["head_dim"] % 2:
         raise ValueError(f"{what}: head_dim {values['head_dim']} is odd; RoPE needs pairs")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{what}: hidden_act {config['hidden_act']!r} is not supported, only silu")
+        got = short(config["hidden_act"])
+        raise ValueError(f"{what}: hidden_act {got} is not supported, only silu")
     for key in ("attention_bias", "mlp_bias", "quantization_config", "compression_config"):
         if config.get(key):
-            raise ValueError(f"{what}: {key} is not supported, got {config[key]!r}")
+            raise ValueError(f"{what}: {key} is not supported, got {short(config[key])}")
     return values | {"rope": RopeConfig.from_dict(config, what)}
 
 
 def _check_architecture(config: Mapping[str, Any], wanted: str, what: str) -> None:
     got = config.get("architectures")
     if got != [wanted]:
-        raise ValueError(f"{what}: architectures is {got!r}, wanted [{wanted!r}]")
+        raise ValueError(f"{what}: architectures is {short(got)}, wanted [{wanted!r}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +186,12 @@ class TargetConfig(TransformerConfig):
     def from_dict(cls, config: Mapping[str, Any], what: str = "target") -> "TargetConfig":
         """Read a `config.json`; ValueError names the first key that is missing or not supported."""
         _check_architecture(config, "Qwen3ForCausalLM", what)
-        layer_types = config.get("layer_types") or []
-        if config.get("use_sliding_window"):
+        geometry = _geometry(config, what)
+        if _check(config, "use_sliding_window", "flag", what):
             raise ValueError(f"{what}: use_sliding_window is not supported in a target")
-        if any(kind != "full_attention" for kind in layer_types):
-            raise ValueError(f"{what}: layer_types {layer_types!r} is not supported in a target")
-        tied = config.get("tie_word_embeddings", False)
-        return cls(**_geometry(config, what), tie_word_embeddings=bool(tied))
+        _layer_types(config, geometry["num_hidden_layers"], ("full_attention",), what)
+        tied = _check(config, "tie_word_embeddings", "flag", what)
+        return cls(**geometry, tie_word_embeddings=tied)
 
 
 # Keys that change the arithmetic of a drafter and that v1 does not have. A value in the second
@@ -186,29 +231,24 @@ class DraftConfig(TransformerConfig):
         def read(key: str) -> Any:
             return nested[key] if key in nested else config.get(key)
 
-        def required_int(key: str, smallest: int) -> int:
-            value = read(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ValueError(
-                    f"{what}: config.json needs {key} (in dflash_config or at top level), "
-                    f"a whole number >= {smallest}, got {value!r}"
-                )
-            return value
+        def required(key: str, least: int, most: int = _SIZE) -> int:
+            """A whole number, in `dflash_config` or at top level."""
+            return _check({key: read(key)}, key, "whole", what, least, most)
 
         for key, neutral in _DRAFT_REFUSED.items():
             if read(key) not in neutral:
-                raise ValueError(f"{what}: {key} = {read(key)!r} is not supported")
+                raise ValueError(f"{what}: {key} = {short(read(key))} is not supported")
         geometry = _geometry(config, what)
-        num_target_layers = required_int("num_target_layers", 1)
+        num_target_layers = required("num_target_layers", 1, _COUNT)
         layers = geometry["num_hidden_layers"]
         windows = _draft_windows(config, layers, what)
         rule = nested.get("causal") if config.get("is_causal") is None else config["is_causal"]
         if rule not in (None, True, False):
-            raise ValueError(f"{what}: is_causal is {rule!r}, wanted true or false")
+            raise ValueError(f"{what}: is_causal is {short(rule)}, wanted true or false")
         return cls(
             **geometry,
-            block_size=required_int("block_size", 2),
-            mask_token_id=required_int("mask_token_id", 0),
+            block_size=required("block_size", 2, _COUNT),
+            mask_token_id=required("mask_token_id", 0),
             target_layer_ids=_target_layer_ids(read("target_layer_ids"), num_target_layers, what),
             num_target_layers=num_target_layers,
             windows=windows,
@@ -222,23 +262,31 @@ def _target_layer_ids(ids: Any, num_target_layers: int, what: str) -> tuple[int,
     if not whole or len(set(ids)) != len(ids) or not all(0 <= i < num_target_layers for i in ids):
         raise ValueError(
             f"{what}: config.json needs target_layer_ids, a list of distinct layers in "
-            f"0..{num_target_layers - 1}, got {ids!r}"
+            f"0..{num_target_layers - 1}, got {short(ids)}"
         )
     return tuple(ids)
 
 
-def _draft_windows(config: Mapping[str, Any], layers: int, what: str) -> tuple[int | None, ...]:
-    layer_types = config.get("layer_types") or ["full_attention"] * layers
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown or len(layer_types) != layers:
+def _layer_types(
+    config: Mapping[str, Any], layers: int, known: tuple[str, ...], what: str
+) -> list[str]:
+    """`layer_types`, one for each layer; full attention where the key is absent."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return ["full_attention"] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         raise ValueError(
-            f"{what}: layer_types wants {layers} entries of full_attention or sliding_attention, "
-            f"got {layer_types!r}"
+            f"{what}: layer_types of config.json is {short(kinds)}, "
+            f"wanted a list of {layers} entries, each {' or '.join(known)}"
         )
-    window = config.get("sliding_window")
-    if "sliding_attention" in layer_types:
-        _positive(window, "sliding_window", what, whole=True)
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return kinds
+
+
+def _draft_windows(config: Mapping[str, Any], layers: int, what: str) -> tuple[int | None, ...]:
+    kinds = _layer_types(config, layers, ("full_attention", "sliding_attention"), what)
+    sliding = "sliding_attention" in kinds
+    window = _check(config, "sliding_window", "whole", what) if sliding else None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def check_pair(target: TargetConfig, draft: DraftConfig) -> None:

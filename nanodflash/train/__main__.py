@@ -11,6 +11,21 @@ from pathlib import Path
 
 import torch
 
+from nanodflash.config import check_int, check_number
+
+# Least and most of the whole numbers among the flags.
+BOUNDS = {
+    "seed": (0, 2**32 - 1),
+    "vocab_size": (260, 2**20),  # all bytes and the special tokens
+    "tokens": (1, 2**24),
+    "answers": (1, 10**6),
+    "layers": (1, 64),
+    "taps": (1, 64),
+    "block_size": (2, 256),
+    "problems": (1, 10**5),
+    "max_new_tokens": (1, 2**24),
+}
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -48,7 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check(options: dict[str, object]) -> None:
+    """ValueError for a number that no run can do with."""
+    for key, value in options.items():
+        flag = "--" + key.replace("_", "-")
+        if key in BOUNDS:
+            check_int(flag, value, *BOUNDS[key])
+        elif key == "minutes":
+            check_number(flag, value, lambda x: 0 < x <= 1e6, "a number above 0, at most 1000000")
+
+
 def _run(command: str, **options: object) -> None:
+    _check(options)
     if command == "target":
         from nanodflash.train.target import train_target
 
@@ -71,15 +97,21 @@ def _run(command: str, **options: object) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; what a user can cause is one line and exit code 2."""
     torch.set_flush_denormal(True)
+    args = _parser().parse_args(argv)
     try:
-        _run(**vars(_parser().parse_args(argv)))
+        _run(**vars(args))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say("error: " + " ".join(str(error).split()))
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes", file=sys.stderr)
+        _say("interrupted" + "; the same command resumes" * (args.command != "score"))
         return 130
     return 0
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:  # closed: `print` would take stdout
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

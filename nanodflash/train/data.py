@@ -9,6 +9,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
+from nanodflash.tokenizer import read_text
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 END, MASK = 2, 3
 # Qwen's own split: contractions, words with a leading mark, single digits, marks, white space.
@@ -67,7 +69,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def text_documents(tokenizer: Tokenizer, path: Path, length: int, seed: int) -> Iterator[Document]:
     """Endless random windows of a text file; every token counts."""
-    ids = tokenizer.encode(path.read_text(), add_special_tokens=False).ids
+    ids = tokenizer.encode(read_text(path), add_special_tokens=False).ids
     if len(ids) <= length:
         raise ValueError(f"{path} holds {len(ids)} tokens, wanted more than {length}")
     rng = random.Random(seed)

@@ -20,6 +20,7 @@ from nanodflash.checkpoint import load_model, open_checkpoint, save_model
 from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.tokenizer import read_text
 from nanodflash.train import corpus
 from nanodflash.train.answers import own_answers
 from nanodflash.train.data import Document, encode_prompt
@@ -170,6 +171,11 @@ def train_draft(
     texts = _prompts(prompts, answers, seed)
     documents = _documents(work / "answers.json", target, tokenizer, texts, seed)
     held_out, training = documents[:HELD_OUT], documents[HELD_OUT:]
+    if not training:
+        raise ValueError(
+            f"{work / 'answers.json'} holds {len(documents)} answers of two tokens or more, wanted "
+            f"more than {HELD_OUT}: raise --answers, in a fresh folder"
+        )
     # The target is the drafter's embedding and head, and frozen: it is no part of the module.
     trainer = Trainer(draft, draft.parts(), work, minutes, flat=0.4)
     rng = random.Random(seed + trainer.step)
@@ -239,7 +245,7 @@ def draft_config(
 def _prompts(path: Path | None, count: int, seed: int) -> list[str]:
     """Prompts to answer; the first `HELD_OUT` are kept for checking."""
     if path is not None:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
         if len(lines) <= HELD_OUT:
             raise ValueError(f"{path} has {len(lines)} prompts, wanted more than {HELD_OUT}")
         return lines[: count + HELD_OUT]

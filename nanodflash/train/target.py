@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from nanodflash.checkpoint import save_model
 from nanodflash.models.config import TargetConfig
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.tokenizer import read_text
 from nanodflash.train import corpus
 from nanodflash.train.data import (
     CHAT_TEMPLATE,
@@ -139,7 +140,7 @@ def _tokenizer(path: Path, text: Path | None, vocab_size: int, seed: int) -> Tok
     """The tokenizer of this run: made once, then read."""
     if not path.exists():
         if text:
-            texts = iter([text.read_text()])
+            texts = iter([read_text(text)])
         else:
             texts = (f"{p.prompt}\n{p.answer}" for p in islice(corpus.stream(seed), 20_000))
         train_tokenizer(texts, vocab_size).save(str(path))

@@ -444,11 +444,25 @@ def test_eos_token_ids(tmp_path, config, generation, wanted):
     assert open_checkpoint(str(tmp_path)).eos_token_ids == wanted
 
 
-@pytest.mark.parametrize("value", ["</s>", 1.5, True, -1, [1, "2"], [[1]], {"id": 1}])
-def test_broken_eos_token_id(tmp_path, value):
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match="wanted an id or a list of ids"):
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "value", ["</s>", 1.5, True, -1, 2**31, 10**23, [1, 10**23], [1, "2"], [[1]], {"id": 1}]
+)
+def test_broken_eos_token_id(tmp_path, file, value):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(
+        ValueError, match=f"/{file}: eos_token_id is .* an id or a list of ids"
+    ) as e:
         _ = open_checkpoint(str(tmp_path)).eos_token_ids
+    assert repr(value) in str(e.value)
+
+
+def test_a_long_value_is_cut(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ["</s>" * 99] * 9999}))
+    with pytest.raises(ValueError, match="eos_token_id is") as error:
+        _ = open_checkpoint(str(tmp_path)).eos_token_ids
+    assert len(str(error.value)) < 300
 
 
 def test_broken_generation_config(tmp_path):

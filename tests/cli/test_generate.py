@@ -267,6 +267,66 @@ def test_closing_lines_add_up_all_prompts():
     assert list(at_once.lines()) == ["32 tokens, tau 7.50, 320 tokens/s"]
 
 
+@pytest.mark.parametrize(("seconds", "speed"), [(None, 10.0), (0.5, 320.0), (32.0, 5.0)])
+def test_totals_of_prompts_that_ran_at_once_go_by_the_wall_clock(seconds, speed):
+    """16 at once decode for 0.9 s each: to add these up would tell a 16th of the speed."""
+    metrics = Metrics(emitted=Counter({9: 1}), decode_seconds=0.9)
+    runs = [GenerationOutput("", [1] * 10, "length", metrics) for _ in range(16)]
+    requests = [generate.Request({"prompt": "hi"}, SamplingParams())] * 16
+    told = Outcome(requests, True, runs, seconds=seconds).as_dict()
+    assert told["totals"]["tokens_per_second"] == pytest.approx(speed)
+    assert told["outputs"][0]["metrics"]["tokens_per_second"] == pytest.approx(10.0)
+
+
+# The drafter's reach
+
+
+@pytest.fixture(scope="module")
+def short(pair, tmp_path_factory):
+    """The pair with a drafter of 40 positions."""
+    folder = tmp_path_factory.mktemp("short")
+    for file in pair.draft.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    return pair._replace(draft=folder)
+
+
+PAST = "past position 40 the drafter was not trained: no proposals are counted there"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--max-new-tokens {}", 0),
+        ("--max-new-tokens {more}", 1),
+        ("--max-new-tokens {more} --json", 1),
+        ("--max-new-tokens {more} --compare", 1),
+        ("--max-new-tokens {more} --quiet", 0),
+        ("--max-new-tokens {more} --draft none", 0),
+        ("--max-new-tokens {more} --max-model-len 40", 0),
+        ("--max-new-tokens {more} --prompt-file", 1),
+        ("--max-new-tokens {more} --prompt-file --jsonl", 1),
+        ("--max-new-tokens {more} --chat", 1),
+    ],
+)
+def test_an_answer_past_the_drafters_reach_is_told_once(
+    short, llm, capsys, monkeypatch, tmp_path, flags, told
+):
+    room = 40 - len(llm.tokenizer.encode(rendered("hi")))
+    flags = flags.format(room, more=room + 1).split()
+    if "--prompt-file" in flags:
+        line = '{"prompt": "hi"}\n' if "--jsonl" in flags else "hi\n"
+        (tmp_path / "prompts").write_text(line * 3)
+        flags.insert(flags.index("--prompt-file") + 1, str(tmp_path / "prompts"))
+    elif "--chat" in flags:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nhi\n"))
+    else:
+        flags.append("hi")
+    assert generate.main(short.flags(*flags)) == 0
+    assert capsys.readouterr().err.splitlines().count(PAST) == told
+
+
 # On a terminal
 
 
@@ -335,6 +395,41 @@ def test_a_text_cannot_drive_the_terminal_but_is_verbatim_in_a_pipe(llm, monkeyp
         assert shown == "␛[2J␛]0;mine␇ \ufffd31m ␍␈␡\ttab\nline\n"
     Screen(llm.tokenizer, colour=True, muted=False, quiet=True).show(iter([chunk]))
     assert capsys.readouterr().out == text + "\n"
+
+
+@pytest.mark.parametrize("flags", ["", "--thinking", "--json", "--compare"])
+def test_a_closed_stderr_leaves_stdout_to_the_texts(pair, llm, monkeypatch, capsys, flags):
+    """Then `sys.stderr` is None, which `print` takes for stdout."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert generate.main(pair.flags("hi", *SHORT, *flags.split())) == 0
+    shown = capsys.readouterr().out
+    if flags == "--json":
+        assert json.loads(shown)["outputs"]
+    else:
+        wanted = rendered("hi").replace("[ass", "[think][ass") if flags == "--thinking" else None
+        assert shown == text_of(llm, wanted or rendered("hi")) + "\n"
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_closed_stderr_takes_no_complaint(pair, monkeypatch, capsys, typed):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert generate.main(["--no-such-flag"]) == 2
+    assert generate.main(pair.flags("hi", "--max-model-len", "1")) == 2
+    stdin = io.StringIO("x" * 999 + "\n")
+    stdin.isatty = lambda: typed  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr("builtins.input", lambda _: stdin.readline() or exec("raise EOFError"))
+    assert generate.main(pair.flags("--chat", *SHORT)) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_stderr_closed_by_the_shell(pair):
+    code = "import generate, sys; sys.exit(generate.main(sys.argv[1:]))"
+    for flags, wanted in ((["hi", *SHORT, "--max-model-len", "1"], 2), (["--no-such-flag"], 2)):
+        command = [sys.executable, "-c", code, *pair.flags(*flags)]
+        shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+        done = subprocess.run(shell, cwd=ROOT, stdout=subprocess.PIPE)
+        assert (done.returncode, done.stdout) == (wanted, b"")
 
 
 def test_stdout_that_cannot_show_every_character(pair, monkeypatch):
@@ -468,7 +563,7 @@ def test_chat_goes_with_nothing_else(pair, capsys, more):
 def test_bad_prompts(pair, capsys, monkeypatch, tmp_path):
     check_refused(generate.main(pair.flags("--raw", "")), capsys, "empty")
     check_refused(generate.main(pair.flags("x" * 999)), capsys, "leaves no room")
-    check_refused(generate.main(pair.flags("\udcff")), capsys, "Unicode")
+    check_refused(generate.main(pair.flags("\udcff")), capsys, r"Unicode, got '\udcff'")
     two = tmp_path / "two"
     two.write_text("hi\n" + "x" * 999)
     check_refused(generate.main(pair.flags("--prompt-file", str(two))), capsys, "leaves no room")

@@ -204,6 +204,11 @@ BAD = {
     '{"prompt": "a", "index": 5}': "unknown key 'index'",
     '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens is 0",
     '{"prompt": "a", "max_new_tokens": null}': "max_new_tokens is None",
+    json.dumps({"prompt": "a", "max_new_tokens": 2**70}): f"max_new_tokens is {2**70}",
+    json.dumps({"prompt": "a", "seed": 2**70}): f"seed is {2**70}",
+    json.dumps({"prompt": "a", "temperature": 10**400}): "temperature is 1000",
+    json.dumps({"prompt": ["a" * 99] * 999}): "..., wanted a string",
+    '{"prompt": "a", "max_new_tokens": ' + "9" * 5000 + "}": "not JSON",
     '{"prompt": "a", "temperature": "1"}': "temperature is '1'",
     '{"prompt": "a", "temperature": NaN}': "temperature is nan",
     '{"prompt": "a", "stop": 5}': "stop is 5",
@@ -211,7 +216,7 @@ BAD = {
     '{"prompt": "a", "logit_bias": {"x": 1}}': "'x'",
     '{"prompt": "a", "logit_bias": [1]}': "logit_bias is [1]",
     '{"prompt": "a", "logprobs": 21}': "logprobs is 21",
-    '{"prompt": "\\ud800"}': "valid Unicode",
+    '{"prompt": "\\ud800"}': r"valid Unicode, got '\ud800'",
     json.dumps({"prompt": "x" * 999}): "leaves no room",
 }
 
@@ -222,6 +227,7 @@ def test_a_bad_line_is_named_and_nothing_is_run(pair, capsys, write, widths, lin
     code = generate.main(pair.flags("--prompt-file", file, "--jsonl"))
     told = error_of(code, capsys)
     assert f"{file}, line 3: " in told
+    assert len(told) < 300 + len(file)
     assert BAD[line] in told
     assert widths == []
 
@@ -285,7 +291,10 @@ def test_prompts_run_at_once_unless_somebody_watches_or_compares(
     if "--json" in flags:
         told = json.loads(shown.out)
         assert [output["text"] for output in told["outputs"]] == wanted
-        assert ("seconds" in told["totals"]) == (at_once > 1)
+        totals = told["totals"]
+        assert ("seconds" in totals) == (at_once > 1)
+        if at_once > 1:
+            assert totals["tokens_per_second"] == totals["tokens"] / totals["seconds"]
     elif not looked:
         assert shown.out == "".join(text + "\n" for text in wanted)
     notes = [line for line in shown.err.splitlines() if line.startswith("> ")]
@@ -348,6 +357,17 @@ def test_no_progress_where_nobody_looks_or_wants_it(
     file = write(*[{"prompt": "hi"}] * 3)
     assert generate.main(pair.flags("--prompt-file", file, "--jsonl", *flags.split(), *SHORT)) == 0
     assert "\r" not in capsys.readouterr().err
+
+
+def test_no_progress_on_a_closed_stderr(pair, llm, capsys, write, look, monkeypatch):
+    monkeypatch.setattr(cli, "PROGRESS_EVERY", 0.0)
+    look("stderr")
+    monkeypatch.setattr(sys, "stderr", None)
+    file = write(*[{"prompt": "hi"}] * 3)
+    assert generate.main(pair.flags("--prompt-file", file, "--jsonl", *SHORT)) == 0
+    assert len(lines_of(capsys.readouterr().out)) == 3
+    llm.generate([[1], [2]], BASE, progress=True)
+    assert capsys.readouterr().out == ""
 
 
 # Ctrl-C

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from nanodflash import SamplingParams
 
@@ -22,6 +24,22 @@ BAD: dict[str, tuple[Any, str]] = {
     "text among ids": ([3, "5"], "'5'"),
     "none": ([3, None], "None"),
     "nested": ([[3, 4]], r"\[3, 4\]"),
+    "bytes": (b"abc", r"a prompt is b'abc', wanted a text or a list of token ids"),
+    "bytearray": (bytearray(b"abc"), "a prompt is bytearray"),
+    "fractions of an array": (np.array([3.0, 4.0]), "is 3.0, wanted a whole"),
+    "bools of a tensor": (torch.tensor([True]), "is True, wanted a whole"),
+    "array past the table": (np.array([3, V]), f"is {V}, wanted a whole"),
+    "a long text among ids": ([3, "x" * 9999], r"is 'x{30,60}\.\.\.x{30,60}', wanted a whole"),
+    "a long number": ([3, 10**9999], "is a very long int, wanted a whole"),
+}
+NO_PROMPT: dict[str, Any] = {
+    "number": 5,
+    "fraction": 2.5,
+    "none": None,
+    "table": {"prompt": "a1"},
+    "set": {1, 2},
+    "scalar": torch.tensor(5),
+    "function": print,
 }
 
 
@@ -75,6 +93,55 @@ def test_a_bad_prompt_alone(untouched: Any, name: str) -> None:
     for llm in untouched:
         with pytest.raises(ValueError, match=told):
             llm.generate(prompt, FEW)
+
+
+@pytest.mark.parametrize("name", [*NO_PROMPT, "bytes", "bytearray"])
+def test_what_is_no_prompt_at_all(untouched: Any, name: str) -> None:
+    value = NO_PROMPT.get(name, BAD.get(name, [None])[0])
+    for llm in untouched:
+        calls = [(use, value) for use in (llm.submit, llm.stream, llm.generate)]
+        calls += [(llm.generate, [[5], value]), (llm.generate, [[5], value, "a1"])]
+        for use, given in calls:
+            with pytest.raises(ValueError, match=r"^a prompt is [^\n]{1,80}, wanted [^\n]*$"):
+                use(given, FEW)
+    with pytest.raises(ValueError, match=r"^a prompt is [^\n]{1,80}, wanted [^\n]*$"):
+        untouched[0].generate(["a1", value], FEW)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"top_k": 3}, 5, {FEW}, [5], [{}], [None], (FEW.sampler,)])
+def test_params_of_another_kind(untouched: Any, wrong: Any) -> None:
+    llm = untouched[0]
+    calls = [(llm.generate, [[3]]), (llm.generate, [3])]
+    calls += [(llm.submit, [3]), (llm.stream, [3])] if wrong else []
+    for use, prompt in calls:
+        with pytest.raises(ValueError, match=r"^params is [^\n]*, wanted SamplingParams"):
+            use(prompt, wrong)
+
+
+ARRAYS: dict[str, Any] = {
+    "int64": lambda ids: np.array(ids),
+    "uint16": lambda ids: np.array(ids, dtype=np.uint16),
+    "tensor": lambda ids: torch.tensor(ids),
+    "int32 tensor": lambda ids: torch.tensor(ids, dtype=torch.int32),
+    "list of numbers of an array": lambda ids: list(np.array(ids)),
+    "strided": lambda ids: np.array(ids).repeat(2)[::2],
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_ids(open_llm: Any, expect: Any, name: str) -> None:
+    llm, make = open_llm(), ARRAYS[name]
+    short, long = [5, 6], [7, 300, 12]
+    wanted = [expect(prompt, FEW)[0] for prompt in (short, long)]
+    outs = llm.generate([make(short), make(long)], FEW)
+    assert [out.token_ids for out in outs] == wanted
+    assert [out.token_ids for out in llm.generate(make(long), FEW)] == wanted[1:]
+    assert llm.submit(make(long), FEW).result().token_ids == wanted[1]
+    assert [x for chunk in llm.stream(make(short), FEW) for x in chunk.token_ids] == wanted[0]
+    if name in ("int64", "tensor"):
+        outs = llm.generate(make([short, short[::-1]]), FEW)
+        assert [out.metrics.prompt_tokens for out in outs] == [2, 2]
+        assert outs[0].token_ids == wanted[0]
 
 
 def test_no_prompts_are_no_outputs(untouched: Any) -> None:

@@ -8,7 +8,12 @@ import pytest
 from nanodflash.benchmarks import report
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"decode": report.table, "concurrency": report.concurrency}
+TABLES = {
+    "decode": report.table,
+    "concurrency": report.concurrency,
+    "simulated": report.simulated,
+    "overlap": report.overlapped,
+}
 
 
 @pytest.mark.parametrize("part", TABLES)

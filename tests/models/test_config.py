@@ -1,15 +1,19 @@
 """Configurations: published files are read as meant, what cannot run is refused by name."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from kit import DRAFT, TARGET
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.models.config import DraftConfig, RopeConfig, TargetConfig, check_pair
+from nanodflash.models.layers import inverse_frequencies
+from nanodflash.models.qwen3 import Qwen3
 
 ABSENT = object()  # as a value: the key is taken out
 NAN, INF = float("nan"), float("inf")
@@ -369,6 +373,104 @@ def test_draft_numbers_too_small(key: str, value: int) -> None:
 def test_taps(value: Any) -> None:
     with pytest.raises(ValueError, match=r"draft: .*target_layer_ids"):
         draft(dflash_config=nested(target_layer_ids=value))
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("value", [5, True, "x", FULL, {}, [], [[1], [2]], [None] * 2, [FULL] * 9])
+def test_layer_types_of_another_form(which: str, value: Any) -> None:
+    read, base = MODELS[which]
+    with pytest.raises(
+        ValueError, match=rf"{which}: layer_types of config\.json is .*wanted a list"
+    ):
+        read(changed(base, layer_types=value))
+
+
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "use_sliding_window"])
+@pytest.mark.parametrize("value", ["false", "true", "", 0, 1, [], {}])
+def test_flags_of_another_form(key: str, value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"target: {key} of config\.json is .*wanted true or false"
+    ):
+        target(**{key: value})
+    assert not getattr(target(**{key: None}), key, False)
+
+
+ROPE = {
+    "rope_theta": 1e6,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "attention_factor": None,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "truncate": True,
+}
+ROPE_LLAMA3 = list(ROPE)[1:5]  # those it cannot do without
+JUNK = [
+    *(None, True, False, "x", "", "1", 0, -5, 1, 1.5, 10**23, 10**400, 1e308, 1e-320, NAN, INF),
+    *([], ["x"], [[1], [2]], {}, {"x": 1}),
+]
+
+
+def fits(kind: str, key: str, value: Any) -> bool:
+    """Whether a value can stand in a rotary key."""
+    if value is None:
+        needed = {"llama3": ROPE_LLAMA3, "default": ()}.get(kind, ("factor",))
+        return key not in ("rope_theta", *needed)
+    if key == "truncate" or not isinstance(value, (int, float)) or isinstance(value, bool):
+        return key == "truncate" and isinstance(value, bool)
+    if key == "original_max_position_embeddings":
+        return isinstance(value, int) and 2 <= value <= 2**24
+    limit = {("yarn", "rope_theta"): 1.001, ("llama3", "high_freq_factor"): 1.001}
+    most = 3.999 if (kind, key) == ("llama3", "low_freq_factor") else 1e30
+    return limit.get((kind, key), 1e-30) <= value <= most or (value == 0 and key[:2] == "ms")
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "llama3"])
+@pytest.mark.parametrize("key", ROPE)
+def test_rope_values(kind: str, key: str) -> None:
+    """Whatever stands in a rotary key, it is refused by name or gives finite frequencies."""
+    for value in JUNK:
+        config = changed(TARGET, rope_parameters=ROPE | {"rope_type": kind, key: value})
+        if fits(kind, key, value):
+            frequencies, scale = inverse_frequencies(TargetConfig.from_dict(config))
+            assert bool(frequencies.isfinite().all())
+            assert math.isfinite(scale)
+        else:
+            either = "(low|high)_freq_factor" if "freq" in key else key
+            with pytest.raises(ValueError, match=rf"^target: {either} of [^\n]*, wanted [^\n]*$"):
+                TargetConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_any_value_of_any_key(which: str) -> None:
+    """A `config.json` is read or refused in one short line that names the key; nothing else."""
+    read, base = MODELS[which]
+    refused = 0
+    keys = {*base, "layer_types", "rope_scaling", "rope_parameters", "sliding_window", "is_causal"}
+    for key in sorted(keys | {"tie_word_embeddings", "use_sliding_window", "mlp_bias", *ROPE}):
+        for value in [*JUNK, "x" * 9999, ["x"] * 9999, {"rope_type": ["x"] * 9999}]:
+            try:
+                read(changed(base, **{key: value}))
+            except ValueError as error:
+                told = str(error)
+                assert re.match(rf"{which}: [^\n]{{1,300}}$", told), (key, value)
+                refused += 1
+    assert refused > 300
+
+
+def test_the_largest_sizes_can_be_laid_out() -> None:
+    most = {"vocab_size": 2**24, "hidden_size": 2**24, "intermediate_size": 2**24}
+    heads = {"num_attention_heads": 2**10, "num_key_value_heads": 2**10, "head_dim": 2**10}
+    with torch.device("meta"):
+        Qwen3(target(**most, **heads, max_position_embeddings=2**24, num_hidden_layers=1))
+    for key in (*most, *heads, "num_hidden_layers"):
+        limit = 2**24 if key in most else 2**10
+        with pytest.raises(ValueError, match=rf"{key} of config\.json is {limit + 2}"):
+            target(**{key: limit + 2})
 
 
 @pytest.mark.parametrize("value", [[0], [3], [3, 1, 0, 2]])

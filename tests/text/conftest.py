@@ -1,5 +1,6 @@
-"""Small tokenizers of each kind that a checkpoint may bring, and where the real one lies."""
+"""Small tokenizers of each kind that a checkpoint may bring, and the real one if it is there."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ LINES = [
     "STOP stop ###\n\nUser:",
 ]
 SPECIAL = [AddedToken("<|end|>", special=True), AddedToken("<|start|>", special=True)]
-QWEN3_FOLDER = Path(__file__).resolve().parents[2].parent / "shared/data/qwen3-tokenizer"
+QWEN3 = "NANODFLASH_QWEN3_TOKENIZER"  # names a folder with the tokenizer files of Qwen3
 
 
 def byte_level(decoder: decoders.Decoder | None = None) -> Tokenizer:
@@ -93,9 +94,9 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def qwen3_folder() -> Path:
-    if not QWEN3_FOLDER.is_dir():
-        pytest.skip(f"no {QWEN3_FOLDER}")
-    return QWEN3_FOLDER
+    if QWEN3 not in os.environ:
+        pytest.skip(f"set {QWEN3} to a folder with Qwen3's tokenizer files")
+    return Path(os.environ[QWEN3])
 
 
 @pytest.fixture(scope="session")

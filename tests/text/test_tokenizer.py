@@ -193,3 +193,51 @@ def test_qwen3_chat_agrees_with_transformers(qwen3_folder, qwen3_tokenizer, thin
     assert prompt == expected
     assert prompt.endswith("</think>\n\n") is not thinking
     assert qwen3_tokenizer.encode(prompt) == reference.encode(prompt, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("chat_template", v) for v in (["x"], [{"name": "default"}], [5], 5, True, {"a": "b"})),
+        ("chat_template", [{"name": "default", "template": 5}]),
+        ("chat_template", [{"name": ["default"], "template": "x"}]),
+        *((f"{t}_token", v) for t in ("bos", "eos", "pad") for v in ({"x": 1}, 5, True, ["x"])),
+        ("eos_token", {"content": None}),
+    ],
+)
+def test_a_config_of_another_form(folder, key, value):
+    write_config(folder, **{key: value})
+    with pytest.raises(
+        ValueError, match=rf"^[^\n]*tokenizer_config\.json: {key} is [^\n]*, want"
+    ) as e:
+        Tokenizer.from_folder(folder)
+    assert repr(value) in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_text_files_of_another_encoding(folder, name):
+    (folder / name).write_bytes(b'{"caf\xe9": 1}')
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 text"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+def test_json_that_python_gives_up_on(folder, text):
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("before", [0, 500])
+def test_a_lone_surrogate_is_shown_in_the_users_text(byte_level_tokenizer, before):
+    """Near enough to be found in a long text, and without what the template adds."""
+    text = "a " * before + "here\ud800there"
+    tokenizer = with_template(byte_level_tokenizer, "[system]{{ messages[0].content }}")
+    for use in (
+        lambda: tokenizer.chat([{"role": "user", "content": text}]),
+        lambda: tokenizer.encode(text),
+    ):
+        with pytest.raises(ValueError, match=r"valid Unicode, got '[^\n]*here\\ud800there'$") as e:
+            use()
+        assert "system" not in str(e.value)
+        assert len(str(e.value)) < 150

@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from nanodflash import LLM, SamplingParams
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.cycle import Decoder, draft_step
 from nanodflash.decoding.plan import Facts, Span
+from nanodflash.llm import BUNDLED
 from nanodflash.train import loop
 from nanodflash.train.__main__ import main
 from nanodflash.train.answers import MAX_ANSWER, ROWS, SAMPLED_ONE_IN, own_answers
@@ -149,3 +152,73 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def untrained(*_: object, **__: object) -> None:
+    raise AssertionError("something was run")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(f"target --out x --minutes {n}" for n in ("0", "-1", "nan", "inf", "1e9")),
+        *(f"target --out x --{flag}" for flag in ("seed -1", f"seed {2**70}", "tokens 0")),
+        *(f"target --out x --vocab-size {n}" for n in (-1, 0, 259, 10**9)),
+        *(f"draft --target x --out x --minutes {n}" for n in ("0", "-0.1", "nan")),
+        *(f"draft --target x --out x --answers {n}" for n in (-1, 0, 10**9)),
+        *(f"draft --target x --out x --{flag} {n}" for flag in ("layers", "taps") for n in (0, -1)),
+        *(f"draft --target x --out x --block-size {n}" for n in (-1, 0, 1, 10**9)),
+        *(f"score --problems {n}" for n in (-1, 0, 10**9)),
+        *("score --max-new-tokens 0", "score --seed -1"),
+    ],
+)
+def test_numbers_no_run_can_do_with(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused at once, in one line: some would never end, others tell figures of nothing."""
+    for name in ("target.train_target", "draft.train_draft", "score.score_pair"):
+        monkeypatch.setattr(f"nanodflash.train.{name}", untrained)
+    assert main(arguments.split()) == 2
+    flag, value = arguments.split()[-2:]
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"error: {flag} is {float(value) if 'min' in flag else value}, wanted a"
+    )
+    assert error.count("\n") == 1
+
+
+def test_no_answers_left_to_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kept answers of another run may be too few, or all too short."""
+    target, _ = kit.save_pair(tmp_path)
+    shutil.copy(BUNDLED / "target/tokenizer.json", target)
+    kept = tmp_path / "out/.train/answers.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps([[[1, 2, 3], 1]] * 128 + [[[1, 2], 1]] * 9))
+    code = main(["draft", "--target", str(target), "--out", str(tmp_path / "out"), "--taps", "1"])
+    told = capsys.readouterr().err
+    assert (code, told.count("\n")) == (2, 1)
+    assert f"{kept} holds 128 answers of two tokens or more, wanted more than 128" in told
+
+
+def test_a_text_of_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_bytes(b"caf\xe9")
+    assert main(["target", "--out", str(tmp_path), "--text", str(tmp_path / "text")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/text is not UTF-8 text")
+
+
+@pytest.mark.parametrize("command", ["target --out x", "draft --target x --out x", "score"])
+def test_only_what_resumes_says_so(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("target.train_target", "draft.train_draft", "score.score_pair"):
+        monkeypatch.setattr(f"nanodflash.train.{name}", interrupt)
+    assert main(command.split()) == 130
+    told = "interrupted\n" if command == "score" else "interrupted; the same command resumes\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(command.split()) == 130
+    assert main([*command.split(), "--seed", "-1"]) == 2
+    assert capsys.readouterr().out == ""
