@@ -102,8 +102,9 @@ def _simulated(arguments: argparse.Namespace, models: dict[str, str]) -> dict[st
     gc.collect()
     gc.freeze()
     rows = [
-        simulate.run_simulated(ms, clients, arguments.steps, arguments.rounds)
-        for ms in arguments.simulate
+        # What texts cost does not depend on the length of a step.
+        simulate.run_simulated(ms, clients, arguments.steps, arguments.rounds, silent=place == 0)
+        for place, ms in enumerate(arguments.simulate)
         for clients in arguments.concurrency or [32]
     ]
     if arguments.trace or arguments.picture:

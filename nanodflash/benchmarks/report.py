@@ -102,7 +102,7 @@ def simulated(result: dict[str, Any]) -> str:
         lines.append(
             f"| {row['step_ms']:g} | {row['clients']} | {off['idle_share']:.1%} "
             f"| {on['idle_share']:.2%} | {row['gain'] - 1:+.0%} | {on['host_us']:.1f} "
-            f"| {row['silent']['host_us']:.1f} |"
+            f"| {_silent(row)} |"
         )
     first = result["simulated"][0]
     lines += [
@@ -113,6 +113,10 @@ def simulated(result: dict[str, Any]) -> str:
         f"{run['commit']}: `{run['command']}`",
     ]
     return "\n".join(lines)
+
+
+def _silent(row: dict[str, Any]) -> str:
+    return f"{row['silent']['host_us']:.1f}" if "silent" in row else ""
 
 
 def overlapped(result: dict[str, Any]) -> str:

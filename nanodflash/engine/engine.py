@@ -228,6 +228,8 @@ class Engine:
                 self._commit()
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.scheduler.abort(sequence)
+            while self.scheduler.launched:  # pages and slots come back behind the last step
+                self._commit()
         except BaseException as error:  # a fault of ours: nobody may wait for ever
             with self._lock:
                 self._error = error

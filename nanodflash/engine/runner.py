@@ -96,13 +96,16 @@ class Ticket:
 
     Attributes:
         marks: name and end of each part but the last; the first is the begin of the step.
-        done:  the end of the copy out.
+        done:  the end of the copy out; `copied` and `worked` are those of the copy in and of the
+               work, kept for what they may raise.
         error: what the step raised, known once `done` has fired.
     """
 
     plan: StepPlan
     slot: RingSlot
     done: Event | None = None
+    copied: Event | None = None
+    worked: Event | None = None
     marks: list[tuple[str, Event]] = field(default_factory=list)
     error: BaseException | None = None
 
@@ -152,7 +155,7 @@ class Runner:
             return ticket
         sizes = [len(section) for section in sections]
         mark: Mark = lambda name: ticket.marks.append((name, self.stream.mark()))  # noqa: E731
-        self._copy_in(ticket.slot, np.concatenate(sections), mark)
+        ticket.copied = self._copy_in(ticket.slot, np.concatenate(sections), mark)
         count = sum(_result_sizes(plan))
 
         def work() -> None:
@@ -163,12 +166,12 @@ class Runner:
                 ticket.error = error
                 self.steps.forget(named)
 
-        self.stream.submit(work)
+        ticket.worked = self.stream.submit(work)
         # In the stream, and before the next step writes the result again.
         ticket.done = self.stream.copy(ticket.slot.result[:count], self._result[:count])
         return ticket
 
-    def _copy_in(self, slot: RingSlot, packet: np.ndarray, mark: Mark) -> None:
+    def _copy_in(self, slot: RingSlot, packet: np.ndarray, mark: Mark) -> Event:
         size = len(packet)
         if size > len(slot.packet):  # long prompts; never in the steady state
             slot.packet = self.stream.pinned(2 * size)
@@ -182,7 +185,7 @@ class Runner:
             self._packet[:size].copy_(source, non_blocking=True)
             mark("copy in")
 
-        self.stream.submit(work)
+        return self.stream.submit(work)
 
     def results(self, ticket: Ticket, timeout: float | None = None) -> Results:
         """Wait for a step and read what it gave; its ring slot is free again.
@@ -190,8 +193,9 @@ class Runner:
         Raises:
             BaseException: `ticket.error`, where the step's own work raised it.
         """
-        assert ticket.done is not None
-        ticket.done.wait(timeout)
+        for event in (ticket.done, ticket.copied, ticket.worked):  # behind the first all are past
+            if event is not None:
+                event.wait(timeout)
         plan, (head, body, logprobs) = ticket.plan, _result_sizes(ticket.plan)
         flat = ticket.slot.result.numpy()[: head + body + logprobs].copy()
         self._free.put(ticket.slot)

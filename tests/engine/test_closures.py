@@ -73,7 +73,7 @@ def test_batches_of_several_sizes(open_llm: Any, expect: Any, early: None) -> No
     assert max(rows) <= closures.MAX_ROWS
 
 
-def test_the_draft_pool_is_written_by_replays(open_llm: Any, early: None) -> None:
+def test_the_draft_pool_is_written_by_replays(open_llm: Any, early: None, no_leak: Any) -> None:
     """Cycles and acceptance, not only ids, are those of a run from Python."""
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     counts = []

@@ -209,20 +209,24 @@ def _(patch: Patch) -> None:
     patch.setattr(PagePool, "__init__", with_dummy)
 
 
-@rule("R13 the bound of a step counts what is launched before it")
-def _(patch: Patch) -> None:
+def with_bound(patch: Patch, bound: Callable[[Scheduler, list[HostSequence]], int]) -> None:
+    """Plans with another `kv_bound`."""
     make = Scheduler.plan
 
-    def committed(self: Scheduler) -> StepPlan | None:
+    def bounded(self: Scheduler) -> StepPlan | None:
         plan = make(self)
         if plan is not None:
             launched = self._launched[-1]
-            ends = [len(s) + self.config.block_size for s in launched.rows]
-            plan = replace(plan, facts=replace(plan.facts, kv_bound=max(ends, default=1)))
-            launched.plan = plan
+            facts = replace(plan.facts, kv_bound=bound(self, launched.rows))
+            plan = launched.plan = replace(plan, facts=facts)
         return plan
 
-    patch.setattr(Scheduler, "plan", committed)
+    patch.setattr(Scheduler, "plan", bounded)
+
+
+@rule("R13 the bound of a step counts what is launched before it")
+def _(patch: Patch) -> None:
+    with_bound(patch, lambda made, rows: max([len(s) + made.config.block_size for s in rows] + [1]))
 
 
 @rule("R15 a page is published when it is written, not when that is planned")
@@ -306,6 +310,7 @@ def _(patch: Patch) -> None:
             sequence.inflight = inflight
 
     patch.setattr(Scheduler, "_upper", without_launched)
+    with_bound(patch, lambda made, rows: made.config.max_model_len + made.config.block_size)
 
 
 @rule("A slots of a step that failed are made inert for the steps behind it")
@@ -644,10 +649,10 @@ def test_r14_no_tensor_is_made_for_a_step_and_kept() -> None:
     """One device buffer, as many host buffers as the ring has, and nothing that piles up."""
     into, source, alive = buffers(Runner)
     assert (len(into), len(source)) == (DEPTH + 1, 1)
-    assert max(alive) - min(alive) <= 2
+    assert alive[-1] - alive[0] <= 5
     into, source, alive = buffers(Fresh)
     assert len(source) > 1
-    assert max(alive) - min(alive) > 10
+    assert alive[-1] - alive[0] >= 15
 
 
 def test_r10_a_step_is_packet_work_and_results_in_one_stream() -> None:

@@ -103,7 +103,7 @@ def test_a_short_one(pair: Any, no_leak: Any) -> None:
     """The tiny pair, with a fifth of the pages that all would need."""
     before = set(threading.enumerate())
     options = {"block_size": 8, "page_size": 8, "max_seqs": 6, "num_pages": 20, "overlap": True}
-    seen = run(LLM(pair.target, pair.draft, **options), 90, 60.0, no_leak)
+    seen = run(LLM(pair.target, pair.draft, **options), 60, 60.0, no_leak)
     assert min(seen["preempted"], seen["cached"], seen["abort"]) > 0, f"too tame: {seen}"
     assert not left(before)
 
