@@ -13,30 +13,46 @@ from pathlib import Path
 from typing import Any
 
 
+def _whole(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a whole number of at least {least}")
+    return int(text)
+
+
+def _two(text: str) -> int:
+    return _whole(text, 2)  # the first token belongs to no cycle
+
+
 def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_whole(part) for part in text.split(",")]
 
 
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def _milliseconds(text: str) -> list[float]:
+    parts = [float(part) for part in text.split(",")]
+    if not all(0 < part < 1e6 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted milliseconds above 0")
+    return parts
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--draft", default="bundled")
-    parser.add_argument("--prompts", type=int, default=40, help="held-out prompts")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--prompts", type=_whole, default=40, help="held-out prompts")
+    parser.add_argument("--rounds", type=_whole, default=5)
+    parser.add_argument("--max-new-tokens", type=_two, default=200)
+    parser.add_argument("--block-size", type=_two)
     parser.add_argument("--peer", choices=["dflash"], help="also run the reference package")
     parser.add_argument(
         "--concurrency", type=_sizes, metavar="1,4,16", help="many requests at once instead"
     )
     parser.add_argument(
-        "--simulate", type=_floats, metavar="4,16", help="a device that takes so many ms a step"
+        "--simulate",
+        type=_milliseconds,
+        metavar="4,16",
+        help="a device that takes so many ms a step",
     )
-    parser.add_argument("--steps", type=int, default=500, help="of a simulated run, at least")
+    parser.add_argument("--steps", type=_whole, default=500, help="of a simulated run, at least")
     parser.add_argument(
         "--overlap", action="store_true", help="with and without overlap, on the real models"
     )
@@ -160,9 +176,12 @@ def main(argv: list[str] | None = None) -> int:
 
     models = {"model": arguments.model, "draft": arguments.draft}
     try:
+        if arguments.json:  # what cannot be written is known before the hours of measuring
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.touch()
         run, part, text_of = _benchmark(arguments)
         result = {"run": machine.provenance(argv)} | run(arguments, models)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text = text_of(result)
@@ -173,7 +192,6 @@ def main(argv: list[str] | None = None) -> int:
         print("\nms of a plain step at 200 tokens, by max_model_len:", result["context_ms"])
     print(json.dumps(result))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.readme:
         report.update_readme(Path(__file__).parent / "README.md", part, text)

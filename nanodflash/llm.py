@@ -176,7 +176,7 @@ class LLM:
         if several and many and not isinstance(many[0], Sequence):
             many = [many]  # one prompt, of token ids
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(many)
+            params = [params] * len(many)
         elif not isinstance(params, (list, tuple)):
             raise ValueError(f"params is {short(params)}, wanted SamplingParams or a list of them")
         if len(params) != len(many):
@@ -195,13 +195,13 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> RequestHandle:
         """Start decoding a prompt and return at once, from any thread."""
-        return self.engine.submit(self.prepare(prompt, params or SamplingParams(), speculate))
+        return self.engine.submit(self.prepare(prompt, params, speculate))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> Iterator[Chunk]:
         """Decode one prompt, a chunk a step; the last one carries reason and metrics."""
-        sequence = self.prepare(prompt, params or SamplingParams(), speculate)
+        sequence = self.prepare(prompt, params, speculate)
         return self._stream(sequence)
 
     def chat(
@@ -255,9 +255,12 @@ class LLM:
         finally:
             handle.abort()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None, speculate: bool
+    ) -> host.Sequence:
         """Check a request, before anything is run for it; `engine.submit` takes it."""
         self.engine.require_open()
+        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {short(params)}, wanted SamplingParams")
         ids = self._ids(prompt)

@@ -25,7 +25,10 @@ def provenance(argv: list[str]) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git here
+        return ""
     return run.stdout.strip()
 
 

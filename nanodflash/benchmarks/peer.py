@@ -29,7 +29,11 @@ class Peer:
         arguments = (theirs, *folders, stop_ids, max_new)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
-        told = self._pipe.recv()
+        theirs.close()  # this end here would hide that the process has died
+        try:
+            told = self._pipe.recv()
+        except EOFError:
+            told = "its process died while it loaded"
         if told is not None:
             raise ImportError(f"the reference cannot run: {told}")
 
