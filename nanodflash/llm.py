@@ -175,13 +175,14 @@ class LLM:
         many = [listed(prompt) for prompt in given] if several else [given]
         if several and many and not isinstance(many[0], Sequence):
             many = [many]  # one prompt, of token ids
+        asked: Any = params
         if params is None or isinstance(params, SamplingParams):
-            params = [params] * len(many)
+            asked = [params] * len(many)
         elif not isinstance(params, (list, tuple)):
             raise ValueError(f"params is {short(params)}, wanted SamplingParams or a list of them")
-        if len(params) != len(many):
-            raise ValueError(f"got {len(params)} params for {len(many)} prompts, wanted one each")
-        sequences = [self.prepare(p, q, speculate) for p, q in zip(many, params, strict=True)]
+        if len(asked) != len(many):
+            raise ValueError(f"got {len(asked)} params for {len(many)} prompts, wanted one each")
+        sequences = [self.prepare(p, q, speculate) for p, q in zip(many, asked, strict=True)]
         handles = [self.engine.submit(sequence, streams=False) for sequence in sequences]
         try:
             if progress and sys.stderr is not None:
