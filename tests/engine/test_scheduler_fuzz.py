@@ -11,8 +11,9 @@ import math
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -85,6 +86,27 @@ class Step:
     results: tuple[list[list[int]], list[list[int]]] | StepFailed | None = None
 
 
+class TextPool(HashPool):
+    """Knows the whole text up to the end of every cached page: its rows hang on all of it."""
+
+    def __init__(self, num_pages: int, page_size: int, drafts: bool) -> None:
+        super().__init__(num_pages, page_size, drafts)
+        self.texts: dict[int, list[int]] = {0: []}
+
+    def publish(self, before: int, ids: Ids[int], page: int) -> bool:
+        new = super().publish(before, ids, page)
+        if new:
+            self.texts[page] = [*self.texts[before], *ids]
+        return new
+
+    def match(self, ids: Ids[int]) -> list[int]:
+        taken = super().match(ids)
+        for place, page in enumerate(taken, 1):
+            text = list(ids[: place * self.page_size])
+            assert self.texts[page] == text, f"page {page} ends {self.texts[page]}, not {text}"
+        return taken
+
+
 class World:
     """Scheduler, device and requests. Every action ends with `check`."""
 
@@ -101,7 +123,7 @@ class World:
         self.config, self.drafts, self.draft_limit = config, drafts, draft_limit
         self.depth, self.vocab = depth, vocab
         self.scheduler = Scheduler(config, draft_limit, drafts, self._emit)
-        self.pool = HashPool(config.total_pages, config.page_size, drafts)
+        self.pool = TextPool(config.total_pages, config.page_size, drafts)
         self.scheduler.pages = self.pool
         rng = random.Random(seed)
         self.stems = [[rng.randrange(vocab) for _ in range(config.max_model_len)] for _ in "ab"]
@@ -266,7 +288,7 @@ class World:
 
     def _check_plan(self, plan: StepPlan, by_slot: dict[int, Sequence]) -> None:
         config, members = self.config, self.launched[-1].members
-        size = config.page_size
+        size, line = config.page_size, self.scheduler.running
         for admission in plan.admissions:
             assert admission.epoch not in self._epochs, "an epoch came twice"
             self._epochs.add(admission.epoch)
@@ -280,9 +302,13 @@ class World:
         for delta in plan.deltas:
             assert delta.slot in plan.rows, "pages for a row that takes no part"
             assert len(delta.pages) <= math.ceil(config.block_size / size) + 1
+        if any(s.phase is Phase.PREFILL and s.speculate == plan.facts.speculate for s in line):
+            assert plan.spans, "a prompt gets nothing"
+        if any(s.phase is Phase.DRAINING for s in line):
+            assert not plan.admissions, "admitted before an earlier one that is drained"
         # None takes pages that an earlier one waits for.
         taking = [by_slot[given.slot].arrival for given in [*plan.deltas, *plan.admissions]]
-        for s in by_slot.values():
+        for s in line:
             if s.phase is Phase.DECODE and s.speculate == plan.facts.speculate and s not in members:
                 assert all(arrival < s.arrival for arrival in taking), "pages of an earlier one"
 
@@ -330,10 +356,11 @@ class World:
         assert len(metrics.accepted_at) <= len(metrics.proposed_at) < self.config.block_size
         pairs = zip(metrics.accepted_at, metrics.proposed_at, strict=False)
         assert all(a <= b <= metrics.cycles for a, b in pairs)
-        if not s.speculate:
-            assert metrics.proposed == 0
-        elif self.draft_limit == self.config.max_model_len + self.config.block_size:
-            assert metrics.proposed == metrics.cycles * (self.config.block_size - 1)
+        # A cycle proposes what its block holds below the limit; the first chunk is the prompt's.
+        width = self.config.block_size if s.speculate else 1
+        known = accumulate((len(chunk.token_ids) for chunk in chunks), initial=len(s.prompt))
+        counted = [max(0, min(width - 1, self.draft_limit - tokens)) for tokens in known]
+        assert metrics.proposed == sum(counted[1 : metrics.cycles + 1])
         if s.token_ids:
             assert metrics.prompt_tokens == len(s.prompt)
         if self.drafts and not s.speculate:

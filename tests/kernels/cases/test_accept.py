@@ -1,0 +1,93 @@
+"""Acceptance and commit against `decoding.cycle`'s own, on random rows."""
+
+import random
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nanodflash.kernels import accept
+
+from nanodflash import ops
+from nanodflash.config import EngineConfig
+from nanodflash.decoding import cycle, plan
+from nanodflash.decoding import state as states
+
+VOCAB, SEQS = 40, 30
+
+
+def test_the_constants_are_the_engine_s() -> None:
+    assert accept.ACTIVE.value == states.ACTIVE
+    assert accept.FINISHED.value == states.FINISHED
+    assert (accept.STOP.value, accept.BUDGET.value) == (plan.STOP, plan.BUDGET)
+    assert accept.RECORD == plan.RECORD
+
+
+def random_state(rng: random.Random, width: int, counted: bool) -> states.DeviceState:
+    """Slots in every state, with budgets and limits around the block."""
+    config = EngineConfig(max_model_len=64, block_size=max(width, 1), max_seqs=SEQS)
+    state = states.DeviceState.allocate(config, torch.get_default_device())
+    if counted:
+        state.count_tokens(VOCAB)
+        assert state.counts is not None
+        state.counts += 3
+    for slot in range(SEQS):
+        state.len[slot] = length = rng.randrange(64)
+        state.anchor[slot] = rng.randrange(VOCAB)
+        state.budget[slot] = rng.choice([0, 1, 2, width, width + 1, 50])
+        state.state[slot] = rng.choice([states.FREE, states.ACTIVE, states.ACTIVE, states.FINISHED])
+        state.epoch[slot] = rng.randrange(1000)
+        state.draft_limit[slot] = length + rng.choice([-3, 0, 1, 2, width, 100])
+        state.tokens[slot] = torch.randint(0, VOCAB, state.tokens[slot].shape)
+        stops = rng.sample(range(VOCAB), rng.choice([0, 1, 3, 16]))
+        state.stop_ids[slot] = torch.tensor(stops + [-1] * (16 - len(stops)))
+    return state
+
+
+def snapshot(state: states.DeviceState) -> dict[str, Any]:
+    values = {field.name: getattr(state, field.name) for field in fields(state)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 5, 8, 16])
+def test_commit(width: int, counted: bool) -> None:
+    """Record and every tensor of the state, on twin states; padding rows name the spare slot."""
+    rng = random.Random(width)
+    torch.manual_seed(width)
+    seen: set[int] = set()
+    for seed in range(3):
+        mine, theirs = (random_state(random.Random(seed), width, counted) for _ in range(2))
+        theirs.tokens.copy_(mine.tokens)
+        slots = torch.tensor([*rng.sample(range(SEQS), SEQS), SEQS, SEQS])
+        tokens = torch.randint(0, VOCAB, (len(slots), width))
+        tokens[-2:] = 0  # what the two padding rows write is the same
+        block = torch.randint(0, VOCAB, (len(slots), 15))
+        block[:, : width - 1] = tokens[:, : width - 1]
+        wrong = torch.rand(len(slots), 15) < 0.15
+        block = torch.where(wrong, (block + 1) % VOCAB, block)
+        limit = theirs.draft_limit[slots] - theirs.len[slots] - 1
+        accepted = ops.count_accepted(block[:, : width - 1], tokens, limit)
+        decoder = SimpleNamespace(state=theirs, positions=torch.arange(100))
+        wanted = cycle._commit(decoder, slots, tokens, accepted)  # type: ignore[arg-type]
+        got = accept.accept_commit(
+            slots,
+            block if width > 1 else None,
+            tokens,
+            mine.len,
+            mine.anchor,
+            mine.budget,
+            mine.state,
+            mine.epoch,
+            mine.draft_limit,
+            mine.stop_ids,
+            mine.tokens,
+            mine.counts,
+        )
+        assert got.dtype == torch.int64
+        assert got.tolist() == wanted.tolist()
+        for name, value in snapshot(theirs).items():
+            assert torch.equal(getattr(mine, name), value), name
+        seen |= set(got[:, plan.FINISH].tolist())
+    assert seen == {plan.RUNNING, plan.STOP, plan.BUDGET}
