@@ -13,7 +13,7 @@ Definition: `ops.filter_logits`; the masses are sums of fp32 in another order.
 import torch
 import triton
 import triton.language as tl
-from nanodflash.kernels.narrow import (  # type: ignore[import-not-found]
+from nanodflash.kernels.narrow import (
     bound_at,
     bracket,
     gather_kernel,
@@ -23,7 +23,7 @@ from nanodflash.kernels.narrow import (  # type: ignore[import-not-found]
     scaled,
     weigh_kernel,
 )
-from nanodflash.kernels.words import number_of_key, sort_key  # type: ignore[import-not-found]
+from nanodflash.kernels.words import number_of_key, sort_key
 from torch import Tensor
 
 CHUNK = 8192  # ids a program

@@ -11,8 +11,8 @@ Definition: `decoding.sampling.choose` and `propose`, `ops.keyed_gumbel`.
 import torch
 import triton
 import triton.language as tl
-from nanodflash.kernels.filter import filter_thresholds  # type: ignore[import-not-found]
-from nanodflash.kernels.words import (  # type: ignore[import-not-found]
+from nanodflash.kernels.filter import filter_thresholds
+from nanodflash.kernels.words import (
     gumbel,
     number_of_key,
     row_keys,
