@@ -151,7 +151,7 @@ class Simulation:
         """
         clients, each = self.config.max_seqs, 50
         tokens, handles = 0, deque[RequestHandle]()
-        for _ in range(clients * (steps // each + 1)):
+        for _ in range(clients * (steps // each + 2)):
             size = round(MEAN * self._rng.uniform(0.5, 1.5) * each)
             handles.append(self.engine.submit(self.request(size)))
             if len(handles) == 2 * clients:

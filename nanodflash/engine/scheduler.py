@@ -142,8 +142,8 @@ class Scheduler:
     def _upper(self, sequence: Sequence) -> int:
         """Places that the next step may write: every launched step may have emitted a block."""
         size = self.config.block_size
-        known = len(sequence) + (sequence.inflight + 1) * size
-        return min(known, len(sequence.prompt) + sequence.budget + size)
+        most = len(sequence.prompt) + sequence.budget
+        return min(len(sequence) + sequence.inflight * size, most) + size
 
     def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> tuple[list[Sequence], bool, int]:
         """Rows of the cycle: every decoding sequence whose next block has its pages.
@@ -168,7 +168,7 @@ class Scheduler:
             first = sequence.pages[len(sequence) // size]  # later ones were never published
             assert self.pages.owners(first) == 1, "a row would write a shared page"
             rows.append(sequence)
-            bound = max(bound, upper)
+            bound = upper if upper > bound else bound
         return rows, short, bound
 
     def _plan_span(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
@@ -322,11 +322,12 @@ class Scheduler:
         self._committed.append(
             Committed(sequence, ids, record[ACCEPTED], reason, extra, width, start, now)
         )
-        self._publish(sequence, len(sequence))
+        length = len(sequence)
+        self._publish(sequence, length)
         if reason is not None:
             self._retire(sequence)
         else:
-            assert record[LENGTH] == len(sequence), "host and device disagree on a length"
+            assert record[LENGTH] == length, "host and device disagree on a length"
 
     def deliver(self) -> None:
         """Make the texts of what was committed, find stop strings, and emit."""

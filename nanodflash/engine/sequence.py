@@ -118,7 +118,8 @@ class Sequence:
 
     def __len__(self) -> int:
         """Tokens whose K/V is in the cache once the prompt is: all but the anchor."""
-        return len(self.prompt) + max(len(self.token_ids) - 1, 0)
+        count = len(self.token_ids)
+        return len(self.prompt) + (count - 1 if count else 0)
 
     def commit(self, ids: Ids[int]) -> None:
         """Take a step's tokens: lengths follow at once, `show` makes the text of them later."""
@@ -154,7 +155,8 @@ class Sequence:
         if logprobs is not None:
             logprobs = logprobs[: len(kept)]
             self.logprobs += logprobs
-        accepted = [place < num_accepted for place in range(len(kept))]
+        count = min(num_accepted, len(kept))
+        accepted = [True] * count + [False] * (len(kept) - count)
         metrics = self.metrics if finish_reason else None
         return Chunk(text, kept, accepted, finish_reason, metrics, logprobs)
 
