@@ -67,8 +67,7 @@ class Scheduler:
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._launched: list[Launched] = []
         self._committed: list[Committed] = []
-        self.surplus = 0
-        self._arrivals = self._epochs = self._steps = 0
+        self.surplus = self._arrivals = self._epochs = self._steps = 0
         self._last_kind = False
 
     # ------------------------------------------------------------------ requests
@@ -131,7 +130,8 @@ class Scheduler:
             return None
         self._last_kind = kind
         self._steps += 1
-        facts = Facts(width, _sampler(rows + members), kind, bound)
+        sampler = max({s.sampler for s in rows + members}, key=SAMPLERS.index)
+        facts = Facts(width, sampler, kind, bound)
         slots = [sequence.slot for sequence in rows]
         plan = StepPlan(self._steps, facts, admissions, deltas, spans, slots)
         for sequence in rows + members:
@@ -149,15 +149,17 @@ class Scheduler:
         """Rows of the cycle: every decoding sequence whose next block has its pages.
 
         Returns:
-            The rows; `short` once an earlier one waits for pages: then later ones only go on with
-            what they hold, and nobody is admitted; the most places that a row may write.
+            The rows; whether one waits for pages (later ones then go on with what they hold, and
+            nobody is admitted); the most places that one may write.
         """
         rows, short, bound, size = [], False, 1, self.config.page_size
         for sequence in list(self.running):
-            if sequence.speculate != kind or sequence.phase is not Phase.DECODE:
+            if sequence.phase is not Phase.DECODE:
                 continue
-            upper = self._upper(sequence)
-            missing = -(-upper // size) - len(sequence.pages)
+            missing = -(-(upper := self._upper(sequence)) // size) - len(sequence.pages)
+            if sequence.speculate != kind:  # it takes them in its turn: not for later ones now
+                short = short or missing > 0
+                continue
             if missing > 0:
                 short = short or not self._make_room(sequence, missing)
                 if short:
@@ -394,7 +396,3 @@ class Scheduler:
             raise RuntimeError("a page's owners and its count differ")
         if len(owners) != self.pages.stats().live:
             raise RuntimeError("a page is held by nobody")
-
-
-def _sampler(sequences: Ids[Sequence]) -> Sampler:
-    return max({s.sampler for s in sequences}, key=SAMPLERS.index, default="greedy")

@@ -8,8 +8,6 @@ needs n + 2 for its next cycle, and two more for each launched step that names i
 import random
 from typing import Any
 
-import pytest
-
 from hashmodel import Device, HashPool
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.plan import StepPlan
@@ -165,7 +163,6 @@ def test_what_published_no_more_publishes_again_after_a_preemption() -> None:
     assert len(line.pool.match([*text, 0])) == len(text) == 5
 
 
-@pytest.mark.xfail(strict=True, reason="whether a row waits is asked of one kind at a time")
 def test_pages_that_an_earlier_row_waits_for_are_not_given_to_the_other_kind() -> None:
     """The second row waits for one page; what the first gives back is not for a newcomer."""
     line = Line(pages=9)
