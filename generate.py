@@ -71,7 +71,7 @@ def make_parser() -> Parser:
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on CUDA, replay captured steps instead of running each from Python",
+        help="replay steps from traces (on a CPU so far) instead of running each from Python",
     )
     models.add_argument(
         "--overlap",

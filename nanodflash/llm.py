@@ -183,8 +183,10 @@ class LLM:
         if len(asked) != len(many):
             raise ValueError(f"got {len(asked)} params for {len(many)} prompts, wanted one each")
         sequences = [self.prepare(p, q, speculate) for p, q in zip(many, asked, strict=True)]
-        handles = [self.engine.submit(sequence, streams=False) for sequence in sequences]
+        handles: list[RequestHandle] = []
         try:
+            for sequence in sequences:
+                handles.append(self.engine.submit(sequence, streams=False))
             if progress and sys.stderr is not None:
                 show_progress(sequences, handles)
             return [handle.result() for handle in handles]
@@ -328,6 +330,9 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}, wanted auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {name!r}, wanted auto, cpu or cuda")
+    if device.type == "cuda" and torch.cuda.is_available() and device.index is None:
+        # The current device is a thread's own: it must be the caller's, not the engine's.
+        device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name!r}, but torch sees no CUDA device here")
     return device

@@ -143,7 +143,7 @@ class Simulation:
         return host.Sequence(prompt, params, new_tokens, 0, [], True, decoder)
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Keep all clients busy for about so many steps, requests ending and coming.
+        """Keep all clients busy for at least so many steps, requests ending and coming.
 
         Returns:
             The engine's metrics, tokens/s on the device's clock, microseconds of the bookkeeping
@@ -151,7 +151,7 @@ class Simulation:
         """
         clients, each = self.config.max_seqs, 50
         tokens, handles = 0, deque[RequestHandle]()
-        for _ in range(clients * (steps // each + 2)):
+        while self.engine.metrics.steps < steps:
             size = round(MEAN * self._rng.uniform(0.5, 1.5) * each)
             handles.append(self.engine.submit(self.request(size)))
             if len(handles) == 2 * clients:

@@ -24,6 +24,8 @@ from nanodflash.engine.sequence import Chunk, GenerationOutput, Sequence
 from nanodflash.engine.streams import Stream
 from nanodflash.engine.trace import Trace
 
+THREADS = ("nanodflash", "nanodflash-device", "nanodflash-stream")
+
 
 class RequestHandle:
     """One request, seen from outside the engine. Any one thread may iterate it.
@@ -36,7 +38,7 @@ class RequestHandle:
     def __init__(self, engine: "Engine", sequence: Sequence, streams: bool) -> None:
         self._engine, self._sequence, self._streams = engine, sequence, streams
         self._chunks: SimpleQueue[Chunk | BaseException] = SimpleQueue()
-        self._done = threading.Event()
+        self._done, self._read = threading.Event(), False
         self._failure: BaseException | None = None
         self._notify: Callable[[], object] = lambda: None
 
@@ -53,13 +55,12 @@ class RequestHandle:
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come; the last one has a finish reason. Raises what ended the request."""
-        while not (self.done and self._chunks.empty()):  # what was read is not given again
+        while not self._read:  # what was read is not given again
             item = self._chunks.get()
+            self._read = isinstance(item, BaseException) or item.finish_reason is not None
             if isinstance(item, BaseException):
                 raise item
             yield item
-            if item.finish_reason is not None:
-                return
         if self._failure is not None:
             raise self._failure
 
@@ -73,16 +74,16 @@ class RequestHandle:
 
         self._notify = notify
         try:
-            while not (self.done and self._chunks.empty()):
+            while not self._read:
                 arrived.clear()  # before looking: what is put later sets it again
                 while not self._chunks.empty():
                     item = self._chunks.get()
+                    self._read = isinstance(item, BaseException) or item.finish_reason is not None
                     if isinstance(item, BaseException):
                         raise item
                     yield item
-                    if item.finish_reason is not None:
-                        return
-                await arrived.wait()
+                if not self._read:
+                    await arrived.wait()
             if self._failure is not None:
                 raise self._failure
         finally:
@@ -138,7 +139,7 @@ class Engine:
         self._depth = DEPTH if overlap else 1
         self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
         self._inbox: SimpleQueue[tuple[str, Sequence | None]] = SimpleQueue()
-        self._lock = threading.Lock()  # of submitting and closing
+        self._lock = threading.RLock()  # of submitting and closing; a signal may do both at once
         self._closed, self._over = False, threading.Event()
         self._error: BaseException | None = None
         self._ended = 0.0  # of the latest committed step, on the device's clock
@@ -155,7 +156,11 @@ class Engine:
             daemon=True,
         )
         try:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system gives no thread: there is none to wait for
+                self._over.set()
+                raise
             runner = opened.get()
         except BaseException:  # interrupted, perhaps again while it closes
             atexit.register(self.close)  # no thread may be in the middle of torch at exit
@@ -173,6 +178,8 @@ class Engine:
             self.require_open()
             self._handles[id(sequence)] = handle
             self._inbox.put(("add", sequence))
+        if self._over.is_set():  # closed in between, by a signal: nobody reads the inbox any more
+            handle.put(RuntimeError("this LLM is closed"))
         return handle
 
     def require_open(self) -> None:
@@ -192,9 +199,10 @@ class Engine:
             self._closed = True
         self._inbox.put(("close", None))
         # The collector of garbage may call this from one of the threads that would be waited for.
-        if not threading.current_thread().name.startswith("nanodflash"):
+        if threading.current_thread().name not in THREADS:
             self._over.wait()  # a `join` that is interrupted takes the thread for ended (3.11)
-            self._thread.join()
+            if self._thread.ident is not None:
+                self._thread.join()
 
     def page_stats(self) -> PageStats:
         """Pages by use. Exact when nothing runs."""
@@ -218,9 +226,9 @@ class Engine:
 
     def _run(self) -> None:
         """Until it is closed, or has failed."""
-        if self._depth > 1:
-            self._launcher.start()
         try:
+            if self._depth > 1:
+                self._launcher.start()
             while self._read_inbox():
                 self._hand_over()
                 with self.trace.span("bookkeeping", "text"):
@@ -236,7 +244,7 @@ class Engine:
             for handle in list(self._handles.values()):
                 handle.put(error)
         finally:
-            if self._depth > 1:
+            if self._launcher.ident is not None:
                 self._plans.put(None)
                 self._launcher.join()
             self.runner.close()
@@ -288,6 +296,7 @@ class Engine:
         with self.trace.span("bookkeeping", "commit"):
             if ticket.error is not None:  # ends the requests in this step, and only them
                 self.scheduler.fail(ticket.error)
+                self._ended = ticket.done.time if ticket.done else 0.0
                 return
             self.scheduler.commit(results.finals, results.rows, results.logprobs)
         self.trace.step(ticket)

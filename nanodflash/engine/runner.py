@@ -127,10 +127,14 @@ class Runner:
     ) -> None:
         self.stream, self.config = stream, config
         try:
-            self.steps: Any = stream.call(make_steps)
+            self._open(make_steps)
         except BaseException:
             stream.close()
             raise
+
+    def _open(self, make_steps: Callable[[], Steps]) -> None:
+        stream, config = self.stream, self.config
+        self.steps: Any = stream.call(make_steps)
         widest = config.max_seqs * max(RECORD + 1 + BITS, RECORD + config.block_size * (1 + BITS))
         # One more than can be launched: a slot is written again only behind its step's event.
         self._free: SimpleQueue[RingSlot] = SimpleQueue()

@@ -37,7 +37,7 @@ class Trace:
             self.spans.append((track, name, began, time.perf_counter()))
 
     def step(self, ticket: "Ticket") -> None:
-        """The parts of a step that has ended, on the device's track, and the gap before it."""
+        """The parts of a step that has ended, on the device's track."""
         if not self.enabled:
             return
         for (_, begin), (name, end) in pairwise(ticket.times()):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SCRIPT = Path(__file__).parent / "aot.py"
 ARCHS = (80, 90, 100)
 SHARED = {80: 163, 90: 227, 100: 227}  # KiB a program may have
-STACK = {80: 64, 90: 0, 100: 0}  # bytes; on sm_80 a few windowed tiles spill a little
+STACK = {80: 128, 90: 0, 100: 0}  # bytes; on sm_80 a few tiles spill a little
 DOTS = {80: {"mma.sync"}, 90: {"mma.sync", "wgmma"}, 100: {"mma.sync", "tcgen05.mma"}}
 KERNELS = {
     "_attention_kernel",

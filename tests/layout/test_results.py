@@ -12,7 +12,6 @@ TABLES = {
     "decode": report.table,
     "concurrency": report.concurrency,
     "simulated": report.simulated,
-    "overlap": report.overlapped,
 }
 
 

@@ -163,12 +163,12 @@ def test_a_row_s_choice_does_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("vocab", [100, 9000])
 def test_propose(vocab: int) -> None:
-    """The likeliest where it has more than half, drawn with the target's noise elsewhere."""
+    """The likeliest where it has more than 0.3, drawn with the target's noise elsewhere."""
     state = request(temperature=[1.0, 1.2, 0.0], top_p=[1.0, 0.99, 1.0])
     logits = noise(3, 6, vocab, seed=3)
     logits[..., 17] = -INF
     rest = logits.logsumexp(-1)
-    logits[..., 17] = rest + torch.tensor([0.1, 5.0, -0.1, -0.1, -0.1, -5.0])  # 0.52 .99 .48 .01
+    logits[..., 17] = rest + torch.tensor([-0.6, 5.0, -1.0, -1.0, -1.0, -5.0])  # .35 .99 .27 .01
     positions = torch.arange(18).view(3, 6)
     got = sample.propose(logits, *args(state), positions)
     wanted = sampling.propose(logits, state, torch.arange(3), positions, torch.arange(vocab))
