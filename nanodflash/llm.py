@@ -177,7 +177,7 @@ class LLM:
             many = [many]  # one prompt, of token ids
         asked: Any = params
         if params is None or isinstance(params, SamplingParams):
-            asked = [params] * len(many)
+            asked = [_given(params)] * len(many)
         elif not isinstance(params, (list, tuple)):
             raise ValueError(f"params is {short(params)}, wanted SamplingParams or a list of them")
         if len(asked) != len(many):
@@ -198,13 +198,13 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> RequestHandle:
         """Start decoding a prompt and return at once, from any thread."""
-        return self.engine.submit(self.prepare(prompt, params, speculate))
+        return self.engine.submit(self.prepare(prompt, _given(params), speculate))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, speculate: bool = True
     ) -> Iterator[Chunk]:
         """Decode one prompt, a chunk a step; the last one carries reason and metrics."""
-        sequence = self.prepare(prompt, params, speculate)
+        sequence = self.prepare(prompt, _given(params), speculate)
         return self._stream(sequence)
 
     def chat(
@@ -258,12 +258,9 @@ class LLM:
         finally:
             handle.abort()
 
-    def prepare(
-        self, prompt: Prompt, params: SamplingParams | None, speculate: bool
-    ) -> host.Sequence:
+    def prepare(self, prompt: Prompt, params: SamplingParams, speculate: bool) -> host.Sequence:
         """Check a request, before anything is run for it; `engine.submit` takes it."""
         self.engine.require_open()
-        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {short(params)}, wanted SamplingParams")
         ids = self._ids(prompt)
@@ -315,6 +312,10 @@ class LLM:
         for token in ids:
             check_int("a token id of the prompt", token, 0, self.vocab_size - 1)
         return ids
+
+
+def _given(params: SamplingParams | None) -> SamplingParams:
+    return SamplingParams() if params is None else params
 
 
 def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:

@@ -18,6 +18,7 @@ import os, signal, sys, time
 import nanodflash.llm as llm
 import generate
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 load = llm.load_model
 def slow(*arguments):
     os.kill(os.getpid(), signal.SIGINT)  # arrives in the main thread, which waits for the loading

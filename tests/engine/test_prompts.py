@@ -53,7 +53,7 @@ def counted(pair: Any, scripted: Callable[..., Any]) -> tuple[Any, Any]:
 def untouched(counted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The two LLMs, on which any run fails the test."""
 
-    def run(*_: Any) -> Any:
+    def run(*_: Any, **__: Any) -> Any:
         raise AssertionError("a request was run")
 
     for llm in counted:
