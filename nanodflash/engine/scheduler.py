@@ -36,6 +36,7 @@ from nanodflash.engine.paging import PagePool
 from nanodflash.engine.sequence import Chunk, Phase, Sequence
 
 FINISH_REASON = {RUNNING: None, STOP: "stop", BUDGET: "length"}
+PlannedRows = tuple[list[Sequence], bool, int, int]
 SAMPLERS: tuple[Sampler, ...] = ("greedy", "sampled", "full")  # each serves those before it
 
 
@@ -105,7 +106,7 @@ class Scheduler:
     def _plan_kind(self, kind: bool) -> StepPlan | None:
         """A step of rows that speculate, or of rows that do not: the two kinds take turns."""
         deltas: list[PageDelta] = []
-        rows, short, bound = self._plan_rows(kind, deltas)
+        rows, short, bound, kept = self._plan_rows(kind, deltas)
         width = self.config.block_size if kind else 1
         # Prompts get what the rows leave of the step's tokens, and never nothing.
         floor = min(self.config.page_size, self.config.max_prefill)
@@ -120,7 +121,7 @@ class Scheduler:
         draining = any(s.phase is Phase.DRAINING for s in self.running)  # earlier than all waiting
         free = not draining and not short
         while free and budget and self.waiting and self.waiting[0].speculate == kind:
-            admission = self._admit(self.waiting[0])
+            admission = self._admit(self.waiting[0], kept)
             if admission is None:
                 break
             admissions.append(admission)
@@ -145,23 +146,23 @@ class Scheduler:
         most = len(sequence.prompt) + sequence.budget
         return min(len(sequence) + sequence.inflight * size, most) + size
 
-    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> tuple[list[Sequence], bool, int]:
+    def _plan_rows(self, kind: bool, deltas: list[PageDelta]) -> PlannedRows:
         """Rows of the cycle: every decoding sequence whose next block has its pages.
 
         Returns:
             The rows; whether one waits for pages (later ones then go on with what they hold, and
-            nobody is admitted); the most places that one may write.
+            nobody is admitted); the most places that one may write; pages kept for the other kind.
         """
-        rows, short, bound, size = [], False, 1, self.config.page_size
+        rows, short, bound, kept, size = [], False, 1, 0, self.config.page_size
         for sequence in list(self.running):
             if sequence.phase is not Phase.DECODE:
                 continue
             missing = -(-(upper := self._upper(sequence)) // size) - len(sequence.pages)
             if sequence.speculate != kind:  # it takes them in its turn: not for later ones now
-                short = short or missing > 0
+                kept += max(missing, 0)
                 continue
             if missing > 0:
-                short = short or not self._make_room(sequence, missing)
+                short = short or not self._make_room(sequence, missing + kept)
                 if short:
                     continue  # it waits for a commit, and no later one takes the pages
                 fresh = self.pages.allocate(missing)
@@ -171,7 +172,7 @@ class Scheduler:
             assert self.pages.owners(first) == 1, "a row would write a shared page"
             rows.append(sequence)
             bound = upper if upper > bound else bound
-        return rows, short, bound
+        return rows, short, bound, kept
 
     def _plan_span(self, sequence: Sequence, budget: int, spans: list[Span]) -> int:
         """Plan the next chunk of a prompt; how many tokens it has."""
@@ -184,7 +185,7 @@ class Scheduler:
             sequence.phase = Phase.DECODE
         return stop - start
 
-    def _admit(self, sequence: Sequence) -> Admission | None:
+    def _admit(self, sequence: Sequence, kept: int) -> Admission | None:
         """Give the first in line a slot and the pages of its prompt and first block, or nothing."""
         if not self._slots:
             return None
@@ -192,7 +193,7 @@ class Scheduler:
         known = ids[: len(sequence)]
         cached = self.pages.match(known) if self._may_share(sequence) else []
         wanted = math.ceil((len(known) + self.config.block_size) / self.config.page_size)
-        if wanted - len(cached) > self.pages.available:
+        if wanted - len(cached) > self.pages.available - kept:
             self.pages.release(cached)
             return None
         self.waiting.pop(0)

@@ -8,8 +8,6 @@ needs n + 2 for its next cycle, and two more for each launched step that names i
 import random
 from typing import Any
 
-import pytest
-
 from hashmodel import Device, HashPool
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.plan import StepPlan
@@ -182,7 +180,6 @@ def test_pages_that_an_earlier_row_waits_for_are_not_given_to_the_other_kind() -
     assert plan.rows == [second.slot]
 
 
-@pytest.mark.xfail(strict=True, reason="a row that will grow keeps the other kind from all pages")
 def test_with_pages_for_all_the_kinds_take_turns() -> None:
     """What a row will take in its turn is kept for it, and no page more."""
     line = Line(pages=36)
