@@ -176,6 +176,14 @@ def main(argv: list[str] | None = None) -> int:
 
     models = {"model": arguments.model, "draft": arguments.draft}
     try:
+        if arguments.picture and not arguments.simulate:
+            raise ValueError("--picture draws simulated steps: add --simulate")
+        if (
+            arguments.trace
+            and not arguments.simulate
+            and (arguments.overlap or arguments.concurrency)
+        ):
+            raise ValueError("--trace goes with --simulate or with the default run")
         if arguments.json:  # what cannot be written is known before the hours of measuring
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.touch()

@@ -108,14 +108,14 @@ def _mass_kernel(
 
 
 @triton.jit
-def _propose_kernel(best_ptr, coupled_ptr, mass_ptr, token_ptr, chunks, CHUNKS: tl.constexpr):
-    """Stage 2 of a proposal: the likeliest where its share is above 0.3, else the coupled."""
+def _propose_kernel(best_ptr, coupled_ptr, mass_ptr, token_ptr, chunks, sure, CHUNKS: tl.constexpr):
+    """Stage 2 of a proposal: the likeliest where its share is above `sure`, else the coupled."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     at, inside = row * chunks + chunk, chunk < chunks
     best = tl.max(tl.load(best_ptr + at, mask=inside, other=-1), 0)
     coupled = tl.max(tl.load(coupled_ptr + at, mask=inside, other=-1), 0)
     mass = tl.sum(tl.load(mass_ptr + at, mask=inside, other=0.0), 0)
-    tl.store(token_ptr + row, (tl.where(mass * 0.3 < 1.0, best, coupled) & LAST) ^ LAST)
+    tl.store(token_ptr + row, (tl.where(mass * sure < 1.0, best, coupled) & LAST) ^ LAST)
 
 
 def _chunks(vocab: int) -> tuple[int, int]:
@@ -208,8 +208,9 @@ def propose(
     min_p: Tensor,
     seed: Tensor,
     positions: Tensor,
+    sure: float,
 ) -> Tensor:
-    """A block's proposals [B, S] int64: the argmax where its share is above 0.3, else `choose`.
+    """A block's proposals [B, S] int64: the argmax where its share is above `sure`, else `choose`.
 
     Args as `choose`; the share is that of the raw logits.
     """
@@ -232,6 +233,14 @@ def propose(
         enable_fp_fusion=False,
     )
     _propose_kernel[(rows,)](
-        best, coupled, mass, tokens, chunks, CHUNKS=padded, num_warps=1, enable_fp_fusion=False
+        best,
+        coupled,
+        mass,
+        tokens,
+        chunks,
+        sure,
+        CHUNKS=padded,
+        num_warps=1,
+        enable_fp_fusion=False,
     )
     return tokens

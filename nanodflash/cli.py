@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from threading import current_thread, main_thread
@@ -258,10 +259,8 @@ def converse(
         raise ValueError("this model has no chat template, and --chat needs one")
     screen.note("/reset forgets the conversation, /exit or Ctrl-D ends it")
     if is_terminal(sys.stdin):
-        try:
+        with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401 (`input` then edits lines and remembers them)
-        except ImportError:  # Windows has none
-            pass
     history: list[dict[str, Any]] = []
     while (line := _read_line(screen)) not in (None, "/exit"):
         if line == "/reset":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import oracle
 from nanodflash.checkpoint import save_model
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.cycle import Decoder, Result, prefill_step
@@ -144,6 +145,20 @@ def prefill(decoder: Decoder, spans: Sequence[Span], facts: Facts) -> Result | N
     ready = [span for span in spans if span.last]
     slots = (torch.tensor([s.slot for s in some], dtype=torch.int64) for some in (ready, ready))
     return prefill_step(decoder, spans, *slots, facts)
+
+
+class Kept(oracle.Causal):
+    """The oracle's attention, keeping K and V; also takes what the drafter injects."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.rows[layer] = torch.stack((k, v), 1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.write(layer, k, v)
+        return super().attend(layer, q, k, v)
 
 
 def run_plan(runner: Runner, plan: StepPlan) -> Results:

@@ -62,3 +62,11 @@ def show(one: Committed, draft_limit: int) -> Chunk | Exception:
         metrics.decode_seconds += one.now - sequence.latest
     sequence.latest = one.now
     return chunk
+
+
+def aborted(sequence: Sequence) -> Chunk | Exception:
+    """The last chunk of a request that is ended from outside, or what its tokenizer raised."""
+    try:
+        return sequence.show([], 0, "abort")
+    except Exception as error:
+        return error

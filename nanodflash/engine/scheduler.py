@@ -31,7 +31,7 @@ from nanodflash.decoding.plan import (
     Span,
     StepPlan,
 )
-from nanodflash.engine.delivery import Committed, Launched, Logprobs, Record, show
+from nanodflash.engine.delivery import Committed, Launched, Logprobs, Record, aborted, show
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.sequence import Chunk, Phase, Sequence
 
@@ -85,7 +85,7 @@ class Scheduler:
         self.deliver()  # what it was given before comes first
         if sequence.phase is Phase.FINISHED:
             return
-        self._finish(sequence, sequence.show([], 0, "abort"))
+        self._finish(sequence, aborted(sequence))
 
     @property
     def busy(self) -> bool:

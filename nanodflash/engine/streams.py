@@ -24,7 +24,11 @@ class Event(Protocol):
     """A place in a stream's order."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once the stream has passed it. Raises what the work there raised."""
+        """Return once the stream has passed it. Raises what the work there raised.
+
+        Args:
+            timeout: seconds; TimeoutError after them on a CPU. Elsewhere there is no limit.
+        """
         ...
 
     @property
@@ -206,7 +210,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own. `work` enqueues and returns; nothing here waits for the device."""
+    """A CUDA stream, not the default one. `work` enqueues and returns; nothing here waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)

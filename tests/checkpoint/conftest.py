@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def log_message(self, *args: Any) -> None:
-        pass
+        """Requests are kept in `hub.requests`, not printed."""
 
     def do_HEAD(self) -> None:
         self.do_GET()

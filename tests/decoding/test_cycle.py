@@ -242,25 +242,11 @@ def test_the_drafter_sees_no_unwritten_place(sampling: str) -> None:
 # ---------------------------------------------------------------------- what the pools hold
 
 
-class Kept(oracle.Causal):
-    """The oracle's attention, keeping K and V; also takes what the drafter injects."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.rows[layer] = torch.stack((k, v), 1)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.write(layer, k, v)
-        return super().attend(layer, q, k, v)
-
-
 @torch.no_grad()
 def fresh_rows(ids: Ids[int]) -> tuple[Tensor, Tensor]:
     """K/V of all `ids` in one uncached forward, and of one injection of its features."""
     positions = torch.arange(len(ids))
-    seen, injected = Kept(), Kept()
+    seen, injected = kit.Kept(), kit.Kept()
     _, features = judge()(torch.tensor(ids), positions, seen, draft().config.target_layer_ids)
     draft().inject(features, positions, injected)
     return tuple(torch.stack([*kept.rows.values()]) for kept in (seen, injected))

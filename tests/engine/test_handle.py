@@ -1,6 +1,7 @@
 """A handle can be waited for and read in any order, any number of times."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,3 +34,15 @@ def test_what_ended_it_is_raised(open_llm: Any, how: str) -> None:
         handle.result() if how == "result" else list(handle)
     with pytest.raises(RuntimeError, match="scripted failure"):
         handle.result()
+
+
+def test_a_tokenizer_that_fails_at_an_abort_ends_that_request_alone(
+    open_llm: Any, expect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(model=None)
+    long = llm.submit([5, 6], SamplingParams(max_new_tokens=200))
+    monkeypatch.setattr(long._sequence, "show", Mock(side_effect=LookupError("no text")))
+    long.abort()
+    with pytest.raises(LookupError, match="no text"):
+        long.result()
+    assert llm.submit([5, 6], THREE).result().token_ids == expect([5, 6], THREE)[0]

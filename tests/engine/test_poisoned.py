@@ -130,24 +130,10 @@ class PoisonedPool(PagePool):
         return found
 
 
-class Kept(oracle.Causal):
-    """The oracle's attention, keeping K and V; also takes what the drafter injects."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.rows[layer] = torch.stack((k, v), 1)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.write(layer, k, v)
-        return super().attend(layer, q, k, v)
-
-
 @torch.no_grad()
 def fresh_rows(ids: Sequence[int]) -> list[Tensor]:
     """[L, len(ids), 2, Hkv, D] of both models, by one uncached forward and one injection."""
-    positions, seen, injected = torch.arange(len(ids)), Kept(), Kept()
+    positions, seen, injected = torch.arange(len(ids)), kit.Kept(), kit.Kept()
     draft().prepare(2 * LIMIT)
     _, features = judge()(torch.tensor(ids), positions, seen, draft().config.target_layer_ids)
     draft().inject(features, positions, injected)

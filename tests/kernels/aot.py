@@ -111,7 +111,7 @@ def vocabulary(shape: Shape, batch: int, size: int) -> None:
     sample.argmax(logits)
     params = real, ids(batch), real, real, ids(batch), ids(batch, size)
     sample.choose(logits, *params)
-    sample.propose(logits, *params)
+    sample.propose(logits, *params, 0.3)
     sample.choose(logits.to(torch.float32), *params)  # after penalties
     filter.filter_thresholds(logits, *params[:4])
 

@@ -170,7 +170,7 @@ def test_propose(vocab: int) -> None:
     rest = logits.logsumexp(-1)
     logits[..., 17] = rest + torch.tensor([-0.6, 5.0, -1.0, -1.0, -1.0, -5.0])  # .35 .99 .27 .01
     positions = torch.arange(18).view(3, 6)
-    got = sample.propose(logits, *args(state), positions)
+    got = sample.propose(logits, *args(state), positions, sampling.SURE)
     wanted = sampling.propose(logits, state, torch.arange(3), positions, torch.arange(vocab))
     agree(got, logits, wanted)
     assert (got[:, :2] == 17).all()
