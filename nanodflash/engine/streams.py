@@ -210,7 +210,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream, not the default one. `work` enqueues and returns; nothing here waits for the device."""
+    """A CUDA stream, not the default one. `work` enqueues and returns; the host waits nowhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
