@@ -1,8 +1,9 @@
 """The loop around scheduler and runner, in threads of its own; handles reach into it.
 
-The bookkeeping thread alone touches the scheduler. With overlap a device thread launches what it
-plans, two steps ahead: while the device runs step n, the numbers of n-1 are committed, n+1 is
-handed over, and then the texts of n-1 are made. Without overlap one thread does the same in turn.
+The bookkeeping thread alone touches the scheduler. With overlap steps are launched two ahead, by
+a device thread where launching takes the host's time: while the device runs step n, the numbers of
+n-1 are committed, n+1 is handed over, and then the texts of n-1 are made. Without overlap one
+thread does the same in turn.
 Other threads put requests and aborts into the inbox and take chunks out of their handle's queue.
 """
 
@@ -227,7 +228,7 @@ class Engine:
     def _run(self) -> None:
         """Until it is closed, or has failed."""
         try:
-            if self._depth > 1:
+            if self._depth > 1 and not self.runner.stream.own_thread:
                 self._launcher.start()
             while self._read_inbox():
                 self._hand_over()
@@ -273,7 +274,7 @@ class Engine:
             if plan is None:
                 return
             self.metrics.launched[self.scheduler.launched] += 1
-            if self._depth > 1:
+            if self._launcher.ident is not None:
                 self._plans.put(plan)
             else:
                 self._tickets.put(self._launch(plan))

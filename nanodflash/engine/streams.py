@@ -43,7 +43,14 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work in order. One thread submits; any thread may wait for an event."""
+    """Work in order. One thread submits; any thread may wait for an event.
+
+    Attributes:
+        own_thread: `submit` only queues the work for a thread of the stream's. Elsewhere it costs
+                    the submitting thread time, of which the host's other work should be free.
+    """
+
+    own_thread: bool
 
     def submit(self, work: Work) -> Event:
         """Do `work` after all that was submitted before."""
@@ -86,6 +93,8 @@ class PassedEvent:
 
 class InlineStream:
     """Everything happens at once, in the thread that submits."""
+
+    own_thread = False
 
     def submit(self, work: Work) -> Event:
         """Done on return."""
@@ -145,6 +154,8 @@ class CpuStream(InlineStream):
     """One worker thread. All torch work of the engine is done in it, the loading too: two threads
     that run parallel operations keep two pools of OpenMP workers, each asleep when it is wanted.
     """
+
+    own_thread = True
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Work, CpuEvent] | None] = SimpleQueue()
@@ -211,6 +222,8 @@ class CudaEvent:
 
 class CudaStream:
     """A CUDA stream, not the default one. `work` enqueues and returns; the host waits nowhere."""
+
+    own_thread = False
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
