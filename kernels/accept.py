@@ -88,7 +88,7 @@ def _commit_kernel(
 
 def accept_commit(
     slots: Tensor,
-    proposals: Tensor | None,
+    proposals: Tensor,
     tokens: Tensor,
     length: Tensor,
     anchor: Tensor,
@@ -107,7 +107,7 @@ def accept_commit(
 
     Args:
         slots:     [B].
-        proposals: [B, at least W-1], of which W-1 count; None when W is 1.
+        proposals: [B, W-1], places contiguous.
         tokens:    [B, W], the target's choice after every row.
         length, anchor, budget, state, epoch, draft_limit: [slots], `DeviceState`'s.
         stop_ids:  [slots, 16], padded with -1.  history: [slots, Lmax], `DeviceState.tokens`.
@@ -115,7 +115,6 @@ def accept_commit(
     """
     batch, width = tokens.shape
     tokens = tokens.contiguous()
-    proposals = tokens if proposals is None else proposals
     record = torch.empty(batch, RECORD + width, dtype=torch.int64, device=tokens.device)
     _commit_kernel[(batch,)](
         slots,

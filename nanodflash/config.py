@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 # Columns of per-slot tables on the device.
 MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = 16, 64, 20
+FREE, ACTIVE, FINISHED = range(3)  # values of a slot's state; only ACTIVE rows emit or write
+RUNNING, STOP, BUDGET = range(3)  # why a row of a result record has ended
 
 
 @dataclass(frozen=True, kw_only=True)

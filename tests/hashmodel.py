@@ -10,11 +10,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nanodflash.config import EngineConfig
-from nanodflash.decoding.plan import BUDGET, RUNNING, STOP, Admission, StepPlan
+from nanodflash.config import ACTIVE, BUDGET, FINISHED, FREE, RUNNING, STOP, EngineConfig
+from nanodflash.decoding.plan import Admission, StepPlan
 from nanodflash.engine.paging import PagePool
 
-FREE, ACTIVE, FINISHED = range(3)
 POISON, MASK = -7, -5  # of a page that nobody wrote; of a drafted place
 # A step can fail before, between and after its parts.
 STAGES = ("start", "admitted", "prefilled", "drafted", "verified", "done")

@@ -25,7 +25,9 @@ from nanodflash.engine.steps import ModelSteps
 from nanodflash.engine.streams import InlineStream
 from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
+from nanodflash.models.layers import Heads
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.ops import Rotary, split_heads
 
 TARGET: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -153,12 +155,15 @@ class Kept(oracle.Causal):
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.rows[layer] = torch.stack((k, v), 1)
+    def inject(self, kv: Tensor, k_norms: Tensor, eps: float, rotary: Rotary) -> None:
+        for layer, k_norm in enumerate(k_norms):
+            own = kv[:, layer]
+            parts = split_heads(own, k_norm, k_norm, eps, rotary, own.shape[1] // 2)
+            self.rows[layer] = torch.stack(parts[1:], 1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.write(layer, k, v)
-        return super().attend(layer, q, k, v)
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        self.rows[layer] = torch.stack(heads.split()[1:], 1)
+        return super().attend(layer, heads)
 
 
 def run_plan(runner: Runner, plan: StepPlan) -> Results:

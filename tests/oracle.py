@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanodflash import SamplingParams
+from nanodflash.models.layers import Heads
 from nanodflash.models.qwen3 import Qwen3
 
 MASK = 0xFFFFFFFF
@@ -22,7 +23,8 @@ MASK = 0xFFFFFFFF
 class Causal:
     """Attention over the rows of one forward [T, H, D], written out head by head."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        q, k, v = heads.split()
         group = q.shape[1] // k.shape[1]
         seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
         heads = []

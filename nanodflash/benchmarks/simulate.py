@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodflash.config import EngineConfig, SamplingParams
-from nanodflash.decoding.plan import BUDGET, RUNNING, StepPlan
+from nanodflash.config import BUDGET, RUNNING, EngineConfig, SamplingParams
+from nanodflash.decoding.plan import StepPlan
 from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
 from nanodflash.engine.streams import SimulatedStream

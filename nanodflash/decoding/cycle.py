@@ -17,20 +17,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanodflash import ops
-from nanodflash.config import MAX_LOGPROBS, EngineConfig
+from nanodflash.config import ACTIVE, MAX_LOGPROBS, EngineConfig
 from nanodflash.decoding.kv_cache import (
     KVPool,
     RaggedMemory,
     RowWriter,
     paged_memory,
     row_index,
+    sees,
 )
-from nanodflash.decoding.plan import BUDGET, STOP, Facts, Span
+from nanodflash.decoding.plan import Facts, Span
 from nanodflash.decoding.sampling import Logprobs, choose, propose, shape_logits
-from nanodflash.decoding.state import ACTIVE, FINISHED, DeviceState
+from nanodflash.decoding.state import DeviceState
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.ops import REFERENCE, Ops, top_logprobs
 
 Proposer = Callable[[Tensor, Tensor], Tensor]
 
@@ -41,6 +42,7 @@ class Decoder:
     Args:
         proposer: replaces the drafter's ids: (tokens [B, Lmax], len [B]) -> [B, S-1], where
                   tokens[b, len[b]] is the anchor. The drafter, where there is one, still runs.
+        ops:      which implementation of every operation runs.
     """
 
     def __init__(
@@ -49,32 +51,34 @@ class Decoder:
         draft: DFlash | None,
         config: EngineConfig,
         proposer: Proposer | None = None,
+        ops: Ops = REFERENCE,
     ) -> None:
-        self.target, self.draft, self.proposer = target, draft, proposer
+        self.target, self.draft, self.proposer, self.ops = target, draft, proposer, ops
         like, size = target.embed_tokens.detach(), config.block_size
         places = config.pages_per_seq * config.page_size
-        target.prepare(config.max_model_len + size)
+        target.prepare(config.max_model_len + size, ops)
         pages = (config.total_pages, config.page_size)
         self.target_pool = KVPool(target.config, *pages, like)
         self.draft_pool: KVPool | None = None
         self.taps: Sequence[int] = ()
         if draft is not None:
-            draft.prepare(config.max_model_len + size)
+            draft.prepare(config.max_model_len + size, ops)
+            draft.freeze()
             self.draft_pool = KVPool(draft.config, *pages, like)
             self.taps = draft.config.target_layer_ids
             self.masks = torch.full((size - 1,), draft.config.mask_token_id, device=like.device)
         self.state = DeviceState.allocate(config, like.device)
         self.positions = torch.arange(places + size, device=like.device)
-        self.vocabulary = torch.arange(target.config.vocab_size, device=like.device)
+        self.vocab_size = target.config.vocab_size
         self.block_size = size
 
 
 class Verified(NamedTuple):
-    """What the target said of a block. `num_accepted` is not cut yet."""
+    """What the target said of a block."""
 
     positions: Tensor  # [B, W]
+    block: Tensor  # [B, W], anchor and proposals
     tokens: Tensor  # [B, W], the target's choice after every row
-    num_accepted: Tensor  # [B]
     features: Tensor | None  # [B, W, F*C]
     logprobs: Logprobs | None
 
@@ -106,29 +110,26 @@ def prefill_step(
     Returns:
         The result of `finals`, W = 1, or None.
     """
-    state, positions = decoder.state, decoder.positions
+    state, positions, pool = decoder.state, decoder.positions, decoder.target_pool
     ids = torch.cat([state.tokens[s.slot, s.start : s.stop] for s in spans])
     where = torch.cat([positions[s.start : s.stop] for s in spans])
-    ragged, ends, done = [], [], 0
+    index, seen, ends, done = [], [], [], 0
     for span in spans:
-        count = span.stop - span.start
-        memory = paged_memory(
-            decoder.target_pool,
-            state.page_table[span.slot : span.slot + 1],
-            positions[span.start : span.start + 1],
-            positions[:count],
-            positions,
-            span.stop,
-        )
-        ragged.append((done, done + count, memory))
+        table, count = state.page_table[span.slot : span.slot + 1], span.stop - span.start
+        start = positions[span.start : span.start + 1]
+        index.append(row_index(table, positions[None, span.start : span.stop], pool.page_size)[0])
+        sights = sees(pool, table, start, count, span.stop, decoder.ops)
+        seen.append((done, done + count, sights))
         done += count
         if span.last and not span.resumed:
             ends.append(done - 1)
+    places = torch.cat(index)
+    memory = RaggedMemory(pool.rows, places, decoder.ops, seen)
     taps = decoder.taps if facts.speculate else ()
-    hidden, features = decoder.target(ids, where, RaggedMemory(ragged), taps)
+    hidden, features = decoder.target(ids, where, memory, taps)
     if features is not None and decoder.draft is not None and decoder.draft_pool is not None:
-        index = torch.cat([memory.index[0] for _, _, memory in ragged])
-        decoder.draft.inject(features, where, RowWriter(decoder.draft_pool.rows, index))
+        writer = RowWriter(decoder.draft_pool.rows, places, decoder.ops)
+        decoder.draft.inject(features, where, writer)
     state.state.index_fill_(0, ready, ACTIVE)
     if not ends:
         return None
@@ -136,7 +137,7 @@ def prefill_step(
     after = state.len[finals][:, None] + 1
     block = state.anchor[finals][:, None]
     tokens, logprobs = _choose(decoder, last, finals, after, block, facts)
-    return Result(_commit(decoder, finals, tokens, torch.zeros_like(finals)), logprobs)
+    return Result(_commit(decoder, finals, tokens[:, 1:], tokens), logprobs)
 
 
 @torch.inference_mode()
@@ -150,24 +151,22 @@ def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
     start = state.len[slots]
     proposals = None
     if decoder.draft is not None and decoder.draft_pool is not None:
-        table, offsets = _table(state, slots), decoder.positions[:size]
         block = torch.cat([state.anchor[slots][:, None], decoder.masks.expand(len(slots), -1)], 1)
-        memory = paged_memory(
-            decoder.draft_pool, table, start, offsets, decoder.positions, facts.kv_bound
-        )
-        positions = start[:, None] + offsets
+        positions = start[:, None] + decoder.positions[:size]
+        table, pool = _table(state, slots), decoder.draft_pool
+        memory = paged_memory(pool, table, start, positions, facts.kv_bound, decoder.ops)
         hidden = decoder.draft(decoder.target.embed(block), positions, memory)
         logits = decoder.target.logits(hidden[:, 1:])
         if facts.sampler == "greedy":
-            proposals = logits.argmax(-1)
+            proposals = decoder.ops.argmax(logits)
         else:
-            proposals = propose(logits, state, slots, positions[:, 1:], decoder.vocabulary)
+            proposals = propose(decoder.ops, logits, state, slots, positions[:, 1:])
     if decoder.proposer is not None:
         proposals = decoder.proposer(state.tokens[slots], start)
         if proposals.shape != (len(slots), size - 1):
             wanted = (len(slots), size - 1)
             raise ValueError(f"the proposer gave {tuple(proposals.shape)} ids, wanted {wanted}")
-        proposals = proposals.clamp(0, len(decoder.vocabulary) - 1)
+        proposals = proposals.clamp(0, decoder.vocab_size - 1)
     assert proposals is not None, "a draft step needs a drafter or a proposer"
     return proposals
 
@@ -176,28 +175,23 @@ def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
 def verify_step(
     decoder: Decoder, slots: Tensor, proposals: Tensor | None, facts: Facts
 ) -> Verified:
-    """Run the target over anchor and proposals, and count what it agrees with.
+    """Run the target over anchor and proposals, and choose its own token after every row.
 
     Args:
         slots:     [B].
         proposals: [B, S-1]; the first W-1 are verified. None when W is 1.
     """
     state, width = decoder.state, facts.width
-    table = _table(state, slots)
-    start, offsets = state.len[slots], decoder.positions[:width]
-    block = state.anchor[slots][:, None]
+    start, block = state.len[slots], state.anchor[slots][:, None]
     if proposals is not None:
         block = torch.cat([block, proposals[:, : width - 1]], 1)
-    memory = paged_memory(
-        decoder.target_pool, table, start, offsets, decoder.positions, facts.kv_bound
-    )
-    positions = start[:, None] + offsets
+    positions = start[:, None] + decoder.positions[:width]
+    table, pool = _table(state, slots), decoder.target_pool
+    memory = paged_memory(pool, table, start, positions, facts.kv_bound, decoder.ops)
     taps = decoder.taps if facts.speculate else ()
     hidden, features = decoder.target(block, positions, memory, taps)
     tokens, logprobs = _choose(decoder, hidden, slots, positions + 1, block, facts)
-    counted = state.draft_limit[slots] - start - 1
-    accepted = ops.count_accepted(block[:, 1:], tokens, counted)
-    return Verified(positions, tokens, accepted, features, logprobs)
+    return Verified(positions, block, tokens, features, logprobs)
 
 
 @torch.inference_mode()
@@ -214,9 +208,9 @@ def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Result:
         assert decoder.draft_pool is not None
         table = _table(decoder.state, slots)
         index = row_index(table, verified.positions, decoder.draft_pool.page_size)
-        writer = RowWriter(decoder.draft_pool.rows, index)
+        writer = RowWriter(decoder.draft_pool.rows, index, decoder.ops)
         decoder.draft.inject(verified.features, verified.positions, writer)
-    record = _commit(decoder, slots, verified.tokens, verified.num_accepted)
+    record = _commit(decoder, slots, verified.block[:, 1:], verified.tokens)
     return Result(record, verified.logprobs)
 
 
@@ -226,46 +220,28 @@ def _choose(
     """The target's token after every row [B, W], and its logprobs with the "full" sampler."""
     logits, state = decoder.target.logits(hidden), decoder.state
     if facts.sampler == "greedy":
-        return logits.argmax(-1), None
+        return decoder.ops.argmax(logits), None
     if facts.sampler == "sampled":
-        return choose(logits, state, slots, positions, decoder.vocabulary), None
+        return choose(decoder.ops, logits, state, slots, positions), None
     shaped = shape_logits(logits, state, slots, positions, block)
-    tokens = choose(shaped, state, slots, positions, decoder.vocabulary)
-    return tokens, ops.top_logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[-1]))
+    tokens = choose(decoder.ops, shaped, state, slots, positions)
+    return tokens, top_logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[-1]))
 
 
-def _commit(decoder: Decoder, slots: Tensor, tokens: Tensor, num_accepted: Tensor) -> Tensor:
-    """Cut the run tokens[:, 0 .. num_accepted] and write the state of the slots."""
+def _commit(decoder: Decoder, slots: Tensor, proposals: Tensor, tokens: Tensor) -> Tensor:
+    """Accept, cut, and write the state of the slots: `ops.accept_commit`."""
     state = decoder.state
-    active = state.state[slots] == ACTIVE
-    offsets = decoder.positions[: tokens.shape[1]]
-    budget = state.budget[slots] * active
-    emitted, stopped = ops.cut_run(tokens, num_accepted, budget, state.stop_ids[slots], offsets)
-    start = state.len[slots]
-    end, left = start + emitted, budget - emitted
-    finished = stopped | (left == 0)
-    finish = torch.where(stopped, STOP, BUDGET) * finished * active
-    anchor = torch.where(
-        emitted > 0,
-        tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0],
-        state.anchor[slots],
+    return decoder.ops.accept_commit(
+        slots,
+        proposals,
+        tokens,
+        state.len,
+        state.anchor,
+        state.budget,
+        state.state,
+        state.epoch,
+        state.draft_limit,
+        state.stop_ids,
+        state.tokens,
+        state.counts,
     )
-    # Ids behind the cut are garbage behind `len`, like their K/V.
-    state.tokens.index_put_((slots[:, None], start[:, None] + 1 + offsets), tokens)
-    if state.counts is not None:
-        kept = (offsets < emitted[:, None]).to(state.counts.dtype)
-        place = slots[:, None] * state.counts.shape[1] + tokens
-        state.counts.view(-1).scatter_add_(0, place.flatten(), kept.flatten())
-    state.len.index_copy_(0, slots, end)
-    state.anchor.index_copy_(0, slots, anchor)
-    state.budget.index_copy_(0, slots, left)
-    state.state.index_copy_(0, slots, torch.where(finished & active, FINISHED, state.state[slots]))
-    head = (
-        emitted,
-        torch.minimum(num_accepted, emitted),
-        num_accepted * active,
-        finish,
-        end,
-        state.epoch[slots],
-    )
-    return torch.cat([torch.stack(head, 1), tokens], 1)

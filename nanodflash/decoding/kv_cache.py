@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanodflash import ops
 from nanodflash.models.config import DraftConfig, TransformerConfig
+from nanodflash.models.layers import Heads
+from nanodflash.ops import Attend, Ops, Rotary
 
 
 class Sight(NamedTuple):
@@ -45,14 +46,22 @@ class RowWriter:
     Attributes:
         rows:  [L, N, P, 2, Hkv, D], the pool's.
         index: [...] int64, page * P + offset, from `row_index`.
+        ops:   the engine's operations.
     """
 
     rows: Tensor
     index: Tensor
+    ops: Ops
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write one layer's rows, k and v [..., Hkv, D]."""
-        ops.write_rows(self.rows[layer], self.index, k, v)
+    def inject(self, kv: Tensor, k_norms: Tensor, eps: float, rotary: Rotary) -> None:
+        """Write the rows of all layers."""
+        self.ops.inject_rows(kv, k_norms, eps, rotary, self.rows, self.index)
+
+    def write(self, layer: int, heads: Heads) -> Tensor:
+        """Write one layer's rows; their queries [..., Hq, D]."""
+        qkv, q_norm, k_norm, eps, rotary, _ = heads
+        args = (qkv, q_norm, k_norm, eps, rotary)
+        return self.ops.norm_rope_write(*args, self.rows[layer], self.index)
 
 
 @dataclass
@@ -60,40 +69,30 @@ class PagedMemory(RowWriter):
     """B rows of S consecutive positions each: what they write and what they see. A `Memory`.
 
     Attributes:
-        pages:     [B, n], the first n pages of every row.
-        masks:     per layer [B, 1, S, n*P].
-        unwritten: [B, n*P], places behind the block.
+        seen: of every layer, its queries and pages -> what the queries see.
     """
 
-    pages: Tensor
-    masks: list[Tensor]
-    unwritten: Tensor
+    seen: list[Attend]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Heads) -> Tensor:
         """Write the block's rows, then see the context and the block."""
-        self.write(layer, k, v)
-        return ops.paged_attention(
-            q, self.rows[layer], self.pages, self.masks[layer], self.unwritten
-        )
+        return self.seen[layer](self.write(layer, heads), self.rows[layer])
 
 
 @dataclass
-class RaggedMemory:
+class RaggedMemory(RowWriter):
     """Prompt chunks of several requests, flattened to T rows. A `Memory`.
 
     Attributes:
-        spans: rows `start:stop` of T that are one request's, and that request's memory.
+        spans: rows `start:stop` of T that are one request's, and what they see.
     """
 
-    spans: list[tuple[int, int, PagedMemory]]
+    spans: list[tuple[int, int, list[Attend]]]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D]: each span sees its own request only."""
-        seen = [
-            memory.attend(layer, q[None, a:b], k[None, a:b], v[None, a:b])[0]
-            for a, b, memory in self.spans
-        ]
-        return torch.cat(seen)
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """Write all rows, then each span sees its own request only: [T, Hq, D]."""
+        q, rows = self.write(layer, heads), self.rows[layer]
+        return torch.cat([seen[layer](q[None, a:b], rows)[0] for a, b, seen in self.spans])
 
 
 def row_index(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -101,27 +100,31 @@ def row_index(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
     return table.gather(1, positions // page_size) * page_size + positions % page_size
 
 
-def paged_memory(
-    pool: KVPool, table: Tensor, start: Tensor, offsets: Tensor, keys: Tensor, kv_bound: int
-) -> PagedMemory:
-    """The memory of the rows at `start + offsets`.
+def sees(
+    pool: KVPool, table: Tensor, start: Tensor, size: int, kv_bound: int, ops: Ops
+) -> list[Attend]:
+    """What the rows at start .. start+size-1 see in every layer.
 
     Args:
-        table:    [B, pages_per_seq] page ids; all 0 for a row that must leave no trace.
-        start:    [B] int64.  offsets: [S] int64, 0 .. S-1.
-        keys:     int64 0, 1, 2, ..., as long as a page table row has places.
-        kv_bound: the host's upper bound of start + S over the rows; pages behind it are not read.
+        table:    [B, pages_per_seq] page ids.  start: [B] int64.
+        kv_bound: the host's upper bound of start + size; pages behind it are not read.
     """
-    n = -(-kv_bound // pool.page_size)
-    keys = keys[: n * pool.page_size]
+    pages = table[:, : -(-kv_bound // pool.page_size)]
     made = {
-        sight: ops.attention_mask(start, offsets, keys, sight.causal, sight.window, pool.rows)
+        sight: ops.attention(pages, start, size, sight.causal, sight.window, pool.rows)
         for sight in set(pool.sights)
     }
-    return PagedMemory(
-        pool.rows,
-        row_index(table, start[:, None] + offsets, pool.page_size),
-        table[:, :n],
-        [made[sight] for sight in pool.sights],
-        keys >= (start + offsets.shape[0])[:, None],
-    )
+    return [made[sight] for sight in pool.sights]
+
+
+def paged_memory(
+    pool: KVPool, table: Tensor, start: Tensor, positions: Tensor, kv_bound: int, ops: Ops
+) -> PagedMemory:
+    """The memory of B rows of S positions each.
+
+    Args:
+        table:     [B, pages_per_seq] page ids; all 0 for a row that must leave no trace.
+        positions: [B, S] int64, from `start` [B] on.
+    """
+    seen = sees(pool, table, start, positions.shape[1], kv_bound, ops)
+    return PagedMemory(pool.rows, row_index(table, positions, pool.page_size), ops, seen)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodflash.config import MAX_BIASES, MAX_STOP_IDS
+from nanodflash.config import FREE, MAX_BIASES, MAX_STOP_IDS
 from nanodflash.decoding.plan import Admission, StepPlan
-from nanodflash.decoding.state import FREE, DeviceState
+from nanodflash.decoding.state import DeviceState
 
 # What an admission sets, in the order of its row; the reals travel as the bits of fp64.
 INTS = (

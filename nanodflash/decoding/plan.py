@@ -14,7 +14,6 @@ Sampler = Literal["greedy", "sampled", "full"]
 
 # Columns of a result record; the W ids of the row follow.
 EMITTED, ACCEPTED, RAW_ACCEPTED, FINISH, LENGTH, EPOCH, RECORD = range(7)
-RUNNING, STOP, BUDGET = range(3)  # values of FINISH
 
 
 @dataclass(frozen=True)

@@ -18,29 +18,34 @@ Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
 def choose(
-    logits: Tensor, state: DeviceState, slots: Tensor, positions: Tensor, vocabulary: Tensor
+    table: ops.Ops, logits: Tensor, state: DeviceState, slots: Tensor, positions: Tensor
 ) -> Tensor:
     """The seeded choice at every row; rows at temperature 0 take the plain argmax.
 
     Args:
-        logits:     [B, S, V].  slots: [B].
-        positions:  [B, S], absolute position of the token that is chosen.
-        vocabulary: [V] int64, 0 .. V-1.
+        logits:    [B, S, V].  slots: [B].
+        positions: [B, S], absolute position of the token that is chosen.
     Returns:
         [B, S] int64.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    temperature = state.temperature[slots].to(logits.dtype)
-    warm = temperature > 0
-    scaled = logits / torch.where(warm, temperature, 1.0)[:, None, None]
-    filtered = ops.filter_logits(
-        scaled,
-        state.top_k[slots],
-        state.top_p[slots].to(logits.dtype),
-        state.min_p[slots].to(logits.dtype),
-    )
-    noise = ops.keyed_gumbel(state.seed[slots], positions, vocabulary, logits)
-    return (filtered + noise * warm[:, None, None]).argmax(-1)
+    return table.choose(logits, *_wishes(state, slots), positions)
+
+
+def propose(
+    table: ops.Ops, logits: Tensor, state: DeviceState, slots: Tensor, positions: Tensor
+) -> Tensor:
+    """A v1 block's proposals at temperature: argmax where the drafter is sure, coupled elsewhere.
+
+    Coupled: drawn with the very noise of the target's token at that position, so that the two
+    choices agree as often as their distributions allow. Arguments as `choose`.
+    """
+    return table.propose(logits, *_wishes(state, slots), positions, SURE)
+
+
+def _wishes(state: DeviceState, slots: Tensor) -> list[Tensor]:
+    """Temperature, filters and seed of the slots, [B] each."""
+    wishes = (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)
+    return [wish[slots] for wish in wishes]
 
 
 def shape_logits(
@@ -74,16 +79,3 @@ def shape_logits(
     logits = logits.scatter_add(-1, bias_ids, bias)
     early = positions - state.prompt_len[slots][:, None] < state.min_new[slots][:, None]
     return ops.mask_ids(logits, state.stop_ids[slots], early)
-
-
-def propose(
-    logits: Tensor, state: DeviceState, slots: Tensor, positions: Tensor, vocabulary: Tensor
-) -> Tensor:
-    """A v1 block's proposals at temperature: argmax where the drafter is sure, coupled elsewhere.
-
-    Coupled: drawn with the very noise of the target's token at that position, so that the two
-    choices agree as often as their distributions allow. Arguments as `choose`.
-    """
-    coupled = choose(logits, state, slots, positions, vocabulary)
-    sure, best = logits.softmax(-1).max(-1)
-    return torch.where(sure > SURE, best, coupled)

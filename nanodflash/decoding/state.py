@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanodflash.config import MAX_BIASES, MAX_STOP_IDS, EngineConfig
-
-FREE, ACTIVE, FINISHED = 0, 1, 2
+from nanodflash.config import FREE, MAX_BIASES, MAX_STOP_IDS, EngineConfig
 
 
 @dataclass

@@ -80,15 +80,15 @@ class TracedCycle(EagerCycle):
             return _present(*verified[:4])
 
         given = _present(proposals)
-        positions, tokens, accepted, *features = self._run("verify", step, slots, *given)
-        return Verified(positions, tokens, accepted, (*features, None)[0], None)
+        positions, block, tokens, *features = self._run("verify", step, slots, *given)
+        return Verified(positions, block, tokens, (*features, None)[0], None)
 
     def commit(self, slots: Tensor, verified: Verified) -> Result:
         """`commit_step`."""
 
         def step(slots: Tensor, *given: Tensor) -> Tensors:
-            positions, tokens, accepted, *features = given
-            known = Verified(positions, tokens, accepted, (*features, None)[0], None)
+            positions, block, tokens, *features = given
+            known = Verified(positions, block, tokens, (*features, None)[0], None)
             return (commit_step(self.decoder, slots, known).record,)
 
         return Result(self._run("commit", step, slots, *_present(*verified[:4]))[0], None)

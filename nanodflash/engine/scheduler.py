@@ -13,17 +13,14 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
-from nanodflash.config import EngineConfig
+from nanodflash.config import BUDGET, RUNNING, STOP, EngineConfig
 from nanodflash.decoding.plan import (
     ACCEPTED,
-    BUDGET,
     EMITTED,
     EPOCH,
     FINISH,
     LENGTH,
     RECORD,
-    RUNNING,
-    STOP,
     Admission,
     Facts,
     PageDelta,

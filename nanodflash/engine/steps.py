@@ -38,7 +38,7 @@ class ModelSteps:
         """Admissions and page deltas, then prompt chunks, then a cycle."""
         state, facts = self.decoder.state, plan.facts
         if facts.sampler == "full":
-            state.count_tokens(len(self.decoder.vocabulary))
+            state.count_tokens(self.decoder.vocab_size)
         apply(plan, sections, state)
         mark("plan")
         rows, ready, finals = sections[:3]

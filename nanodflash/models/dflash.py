@@ -12,13 +12,24 @@ from torch.nn import functional as F
 
 from nanodflash import ops
 from nanodflash.models.config import DraftConfig
-from nanodflash.models.layers import Layer, Memory, Part, Rotary, Writer, layer_parts, whole
+from nanodflash.models.layers import (
+    Layer,
+    Memory,
+    Part,
+    Rotary,
+    Writer,
+    layer_parts,
+    run_layers,
+    whole,
+)
 
 
 class DFlash(nn.Module):
     """The drafter: `inject` fills its memory with context, `forward` denoises one block."""
 
     rotary: Rotary
+    table: ops.Ops
+    context: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -35,28 +46,40 @@ class DFlash(nn.Module):
         named |= layer_parts(self.layers)
         return named | {"norm.weight": whole(self.norm)}
 
-    def prepare(self, length: int) -> None:
-        """Make the rotary table; positions past `max_position_embeddings` are clamped to it.
+    def prepare(self, length: int, table: ops.Ops = ops.REFERENCE) -> None:
+        """Rotary tables, the operations. Positions past `max_position_embeddings` are clamped.
 
         What is drafted there is not counted (`DeviceState.draft_limit`), so it need only be safe.
         """
-        self.rotary = Rotary(self.config, min(length, self.config.max_position_embeddings), self.fc)
+        length = min(length, self.config.max_position_embeddings)
+        self.rotary, self.table = Rotary(self.config, length, self.fc), table
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def freeze(self) -> None:
+        """Once the weights will not change: keep the context side's of all layers as one matrix."""
+        with torch.no_grad():
+            self.context = self._context()
+
+    def _context(self) -> tuple[Tensor, Tensor]:
+        """[L * 2 Hkv * D, C], in the layout that the layers' own have, and key norms [L, D]."""
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        parts = [layer.qkv_proj[-2 * layer.kv_rows :].t() for layer in layers]
+        return torch.cat(parts, 1).t(), torch.stack([layer.k_norm for layer in layers])
+
+    def _rotary(self, positions: Tensor) -> ops.Rotary:
         return self.rotary(positions.clamp(max=self.rotary.length - 1))
 
     def inject(self, features: Tensor, positions: Tensor, memory: Writer) -> None:
-        """Write every layer's K/V rows for committed positions.
+        """Write every layer's K/V rows for committed positions; no input_layernorm here.
 
         Args:
             features:  [..., F*C], the target's taps.  positions: [...] int64, absolute.
-        Source: dflash.md 1.4, 1.7: c = hidden_norm(fc(F)), the same for all layers.
+        Source: dflash.md 1.4, 1.5 (context side), 1.7: c = hidden_norm(fc(F)), for all layers.
         """
-        c = ops.rms_norm(F.linear(features, self.fc), self.hidden_norm, self.config.rms_norm_eps)
-        rotary = self._rotary(positions)
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.inject(c, rotary, memory)
+        eps, dim = self.config.rms_norm_eps, self.config.head_dim
+        c = self.table.rms_norm(F.linear(features, self.fc), self.hidden_norm, eps)
+        weight, norms = self.context or self._context()
+        kv = F.linear(c, weight).unflatten(-1, (len(self.layers), -1, dim))
+        memory.inject(kv, norms, eps, self._rotary(positions))
 
     def forward(self, embedded: Tensor, positions: Tensor, memory: Memory) -> Tensor:
         """Hidden states [B, S, C] of a block; row j predicts the token at its own position.
@@ -67,7 +90,4 @@ class DFlash(nn.Module):
         Source: dflash.md 1.5, block side.
         """
         rotary = self._rotary(positions)
-        h = embedded
-        for layer in self.layers:
-            h = layer(h, rotary, memory)
-        return ops.rms_norm(h, self.norm, self.config.rms_norm_eps)
+        return run_layers(self.layers, self.norm, embedded, rotary, memory, self.table)[0]

@@ -1,6 +1,6 @@
 """What the target's and the drafter's layers share: rotary tables, attention, MLP.
 
-A layer never sees a cache. It hands `(q, k, v)` of its rows to a `Memory`, which keeps what it
+A layer never sees a cache. It hands the projection of its rows to a `Memory`, which keeps what it
 needs and returns what the queries see: paged K/V while decoding, a plain causal matrix while
 training, per-slot recurrent state for hybrid targets one day.
 
@@ -9,8 +9,8 @@ rows of which parameter a tensor of the checkpoint is, for loading, saving and t
 """
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,34 @@ from nanodflash import ops
 from nanodflash.models.config import RopeConfig, TransformerConfig
 
 
+class Heads(NamedTuple):
+    """A layer's fused projection, and what makes queries, keys and values of it."""
+
+    qkv: Tensor  # [..., Hq + 2 Hkv, D]
+    q_norm: Tensor  # [D]
+    k_norm: Tensor  # [D]
+    eps: float
+    rotary: ops.Rotary
+    num_kv: int
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [..., Hq, D], k and v [..., Hkv, D], normed and rotated: for a memory without pages."""
+        return ops.split_heads(*self)
+
+
 class Memory(Protocol):
     """The sequence memory of the rows of one forward, for every layer of one model."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep `k`, `v` and return what `q` sees.
-
-        Args:
-            q: [..., Hq, D], normed and rotated.  k, v: [..., Hkv, D], k normed and rotated.
-        Returns:
-            [..., Hq, D].
-        """
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """Keep keys and values and return what the queries see, [..., Hq, D]."""
         ...
 
 
 class Writer(Protocol):
     """A sequence memory that takes rows without a query: what the drafter injects into."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep `k`, `v` [..., Hkv, D]."""
+    def inject(self, kv: Tensor, k_norms: Tensor, eps: float, rotary: ops.Rotary) -> None:
+        """Keep K and V of all layers: kv [..., L, 2 Hkv, D] as projected, k_norms [L, D]."""
         ...
 
 
@@ -98,35 +107,50 @@ class Layer(nn.Module):
             "mlp.down_proj.weight": whole(self.down_proj),
         }
 
-    def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(
+        self, h: Tensor, x: Tensor, rotary: ops.Rotary, memory: Memory, table: ops.Ops
+    ) -> tuple[Tensor, Tensor]:
         """One block over the residual stream.
 
         Args:
-            h:      [..., C] residual stream.
-            rotary: cos and sin [..., 1, D] of each row's position.
+            h: [..., C], the residual stream.  x: the same after `input_layernorm`.
         Returns:
-            [..., C], the residual stream after this block: what a tap records.
+            Two tensors [..., C] whose sum is the stream after this block: whoever norms it next
+            adds them in the same pass.
         """
-        x = ops.rms_norm(h, self.input_layernorm, self.eps)
         qkv = F.linear(x, self.qkv_proj).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], -2)
-        # q and k in one pass, each head with its own weight
-        q_norm, k_norm = self.q_norm.expand(self.num_heads, -1), self.k_norm
-        norms = torch.cat((q_norm, k_norm.expand(self.num_kv_heads, -1)))
-        qk = ops.norm_rope(qk, norms, self.eps, rotary)
-        q, k = qk.split([self.num_heads, self.num_kv_heads], -2)
-        h = h + F.linear(memory.attend(self.index, q, k, v).flatten(-2), self.o_proj)
-        x = ops.rms_norm(h, self.post_attention_layernorm, self.eps)
-        return h + F.linear(ops.silu_mul(F.linear(x, self.gate_up_proj)), self.down_proj)
+        heads = Heads(qkv, self.q_norm, self.k_norm, self.eps, rotary, self.num_kv_heads)
+        delta = F.linear(memory.attend(self.index, heads).flatten(-2), self.o_proj)
+        h, x = table.add_rms_norm(h, delta, self.post_attention_layernorm, self.eps)
+        return h, F.linear(table.silu_mul(F.linear(x, self.gate_up_proj)), self.down_proj)
 
-    def inject(self, c: Tensor, rotary: tuple[Tensor, Tensor], memory: Writer) -> None:
-        """Write this layer's K/V rows made from context rows `c` [..., C]: no input_layernorm.
 
-        Source: dflash.md 1.5, context side.
-        """
-        kv = F.linear(c, self.qkv_proj[-2 * self.kv_rows :]).unflatten(-1, (-1, self.head_dim))
-        k, v = kv.split([self.num_kv_heads, self.num_kv_heads], -2)
-        memory.write(self.index, ops.norm_rope(k, self.k_norm, self.eps, rotary), v)
+def run_layers(
+    layers: nn.ModuleList,
+    norm: Tensor,
+    h: Tensor,
+    rotary: ops.Rotary,
+    memory: Memory,
+    table: ops.Ops,
+    taps: Sequence[int] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """All layers and the final norm.
+
+    Args:
+        norm: [C], the final one.  h: [..., C], the residual stream.
+        taps: layers whose output (the stream after them, not normed) is recorded.
+    Returns:
+        [..., C], and the taps in listed order.
+    """
+    norms = [*(layer.input_layernorm for layer in layers), norm]
+    eps: Any = layers[0].eps
+    x, tapped = table.rms_norm(h, norms[0], eps), {}
+    for i, layer in enumerate(layers):
+        h, delta = layer(h, x, rotary, memory, table)
+        h, x = table.add_rms_norm(h, delta, norms[i + 1], eps)
+        if i in taps:
+            tapped[i] = h
+    return x, [tapped[i] for i in taps]
 
 
 def layer_parts(layers: Iterable[nn.Module], prefix: str = "") -> dict[str, Part]:
@@ -156,13 +180,13 @@ class Rotary(nn.Module):
         positions = torch.arange(length, dtype=wide)
         angles = torch.outer(positions, inv_freq.to(wide)).repeat(1, 2)[:, None]
         sin = angles.sin() * scale
-        sin[..., : config.head_dim // 2].neg_()  # `norm_rope` rolls halves; the sign lives here
+        sin[..., : config.head_dim // 2].neg_()  # `ops.norm_rope` rolls halves
         self.register_buffer("cos", (angles.cos() * scale).to(like), persistent=False)
         self.register_buffer("sin", sin.to(like), persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> ops.Rotary:
         """cos and sin [..., 1, D] for `positions` [...] int64."""
-        return self.cos[positions], self.sin[positions]
+        return ops.Rotary(self.cos[positions], self.sin[positions])
 
 
 def inverse_frequencies(config: TransformerConfig) -> tuple[Tensor, float]:

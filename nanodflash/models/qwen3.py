@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 from nanodflash import ops
 from nanodflash.models.config import TargetConfig
-from nanodflash.models.layers import Layer, Memory, Part, Rotary, layer_parts, whole
+from nanodflash.models.layers import Layer, Memory, Part, Rotary, layer_parts, run_layers, whole
 
 
 class Qwen3(nn.Module):
     """The target: ids and positions in, hidden states and tapped features out."""
 
     rotary: Rotary
+    table: ops.Ops
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -40,9 +41,9 @@ class Qwen3(nn.Module):
             named["lm_head.weight"] = whole(self.lm_head)
         return named
 
-    def prepare(self, length: int) -> None:
-        """Make the rotary table for positions below `length`; before the first forward."""
-        self.rotary = Rotary(self.config, length, self.embed_tokens)
+    def prepare(self, length: int, table: ops.Ops = ops.REFERENCE) -> None:
+        """Before the first forward: rotary tables for positions below `length`, the operations."""
+        self.rotary, self.table = Rotary(self.config, length, self.embed_tokens), table
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input rows [..., C] of `ids` [...]; the drafter's input rows are these too."""
@@ -60,15 +61,11 @@ class Qwen3(nn.Module):
             hidden:   [..., C], after the final norm.
             features: [..., F*C], the taps in listed order along channels; None without taps.
         """
-        h = self.embed(ids)
         rotary = self.rotary(positions)
-        tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            h = layer(h, rotary, memory)
-            if i in taps:
-                tapped[i] = h
-        features = torch.cat([tapped[i] for i in taps], -1) if taps else None
-        return ops.rms_norm(h, self.norm, self.config.rms_norm_eps), features
+        hidden, tapped = run_layers(
+            self.layers, self.norm, self.embed(ids), rotary, memory, self.table, taps
+        )
+        return hidden, torch.cat(tapped, -1) if taps else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of final hidden states [..., C]; the drafter's logits are made here too."""

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from nanodflash.checkpoint import load_model, open_checkpoint, save_model
 from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
+from nanodflash.models.layers import Heads
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.ops import Rotary, split_heads
 from nanodflash.tokenizer import read_text
 from nanodflash.train import corpus
 from nanodflash.train.answers import own_answers
@@ -35,7 +37,7 @@ HELD_OUT = 128
 class BlockMemory:
     """Blocks at random anchors, each seeing the context before its anchor and itself.
 
-    A `Memory` and a `Writer` for training: `write` takes the context rows [R, T], `attend` the
+    A `Memory` and a `Writer` for training: `inject` takes the context rows [R, T], `attend` the
     rows of R * A blocks. Blocks do not see each other, so scores against the context are one
     product per document, scores inside blocks one per block.
 
@@ -50,13 +52,17 @@ class BlockMemory:
         self.mask = mask[:, :, None, None, None]  # [R, A, Hkv, S, G, T]
         self.context: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k, v [R, T, Hkv, D] of the context."""
-        self.context[layer] = (k, v)
+    def inject(self, kv: Tensor, k_norms: Tensor, eps: float, rotary: Rotary) -> None:
+        """kv [R, T, L, 2 Hkv, D] of the context."""
+        for layer, k_norm in enumerate(k_norms):
+            own = kv[..., layer, :, :]
+            _, k, v = split_heads(own, k_norm, k_norm, eps, rotary, own.shape[-2] // 2)
+            self.context[layer] = (k, v)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [R, A, S, Hq, D], k and v [R, A, S, Hkv, D] -> [R, A, S, Hq, D]."""
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """Rows [R, A, S] -> [R, A, S, Hq, D]."""
         past_k, past_v = self.context[layer]
+        q, k, v = heads.split()
         group, dim = q.shape[3] // k.shape[3], q.shape[-1]
         q = q.unflatten(3, (-1, group)) * dim**-0.5  # [R, A, S, Hkv, G, D]
         past = torch.einsum("raskgd,rtkd->raksgt", q, past_k)

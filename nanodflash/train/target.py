@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from nanodflash.checkpoint import save_model
 from nanodflash.models.config import TargetConfig
+from nanodflash.models.layers import Heads
 from nanodflash.models.qwen3 import Qwen3
 from nanodflash.tokenizer import read_text
 from nanodflash.train import corpus
@@ -56,9 +57,9 @@ CONFIG: dict[str, Any] = {
 class DenseMemory:
     """Causal attention inside each row and nothing else: no cache. A `Memory` for training."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [B, T, H, D] -> [B, T, Hq, D]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """Rows [B, T] -> [B, T, Hq, D]."""
+        q, k, v = (x.transpose(1, 2) for x in heads.split())
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 

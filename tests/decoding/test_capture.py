@@ -275,6 +275,8 @@ def registered(decoder: Decoder) -> dict[str, Tensor]:
             tensors |= {f"{name}.{k}": v for k, v in model.named_parameters()}
             tensors |= {f"{name}.{k}": v for k, v in model.named_buffers()}
             tensors[f"{name}_pool"] = pool.rows
+    if decoder.draft is not None and decoder.draft.context is not None:
+        tensors |= dict(zip(("context", "context_norms"), decoder.draft.context, strict=True))
     return tensors
 
 

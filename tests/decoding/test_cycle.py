@@ -18,24 +18,20 @@ import kit
 import oracle
 from kit import PATTERNS, Alone, Script, make_draft, make_target
 from nanodflash import SamplingParams
-from nanodflash.config import EngineConfig
+from nanodflash.config import ACTIVE, BUDGET, FINISHED, RUNNING, STOP, EngineConfig
 from nanodflash.decoding.cycle import Decoder, Proposer, commit_step, draft_step, verify_step
 from nanodflash.decoding.kv_cache import KVPool, row_index
 from nanodflash.decoding.plan import (
     ACCEPTED,
-    BUDGET,
     EMITTED,
     EPOCH,
     FINISH,
     LENGTH,
     RAW_ACCEPTED,
     RECORD,
-    RUNNING,
-    STOP,
     Facts,
     Span,
 )
-from nanodflash.decoding.state import ACTIVE, FINISHED
 from nanodflash.engine.sequence import Sequence
 
 LIMIT, NEW = 128, 24

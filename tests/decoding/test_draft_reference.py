@@ -20,6 +20,7 @@ from torch import Tensor
 from kit import DRAFT, make_draft
 from nanodflash.decoding.kv_cache import KVPool, RowWriter, paged_memory, row_index
 from nanodflash.models.dflash import DFlash
+from nanodflash.ops import REFERENCE
 
 BLOCK, MASK, LENGTH = 8, 319, 48
 PROMPTS = (11, 4)
@@ -147,7 +148,7 @@ def ours(
     def inject(row: int, features: Tensor, start: int) -> None:
         where = keys[start : start + len(features)]
         index = row_index(table[row : row + 1], where[None], page_size)[0]
-        draft.inject(features, where, RowWriter(pool.rows, index))
+        draft.inject(features, where, RowWriter(pool.rows, index, REFERENCE))
 
     for row, prompt in enumerate(PROMPTS):  # in two chunks
         inject(row, text.features[row, :3], 0)
@@ -156,9 +157,9 @@ def ours(
     for cycle in zip(text.blocks(0), text.blocks(1), strict=True):
         start = torch.tensor([*(s for s, _, _ in cycle), 0])
         embedded = torch.stack([*(e for _, _, e in cycle), torch.zeros_like(cycle[0][2])])
-        offsets, bound = keys[:BLOCK], int(start.max()) + BLOCK
-        memory = paged_memory(pool, table, start, offsets, keys, bound)
-        hidden = draft(embedded, start[:, None] + offsets, memory)
+        positions, bound = start[:, None] + keys[:BLOCK], int(start.max()) + BLOCK
+        memory = paged_memory(pool, table, start, positions, bound, REFERENCE)
+        hidden = draft(embedded, positions, memory)
         for row, (begin, accepted, _) in enumerate(cycle):
             made[row].append(hidden[row])
             run = text.features[row, begin : begin + BLOCK].clone()

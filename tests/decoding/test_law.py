@@ -17,11 +17,10 @@ import kit
 import oracle
 from kit import make_draft, make_target
 from nanodflash import SamplingParams
-from nanodflash.config import EngineConfig
+from nanodflash.config import ACTIVE, EngineConfig
 from nanodflash.decoding import cycle
 from nanodflash.decoding.cycle import Decoder, commit_step, draft_step, verify_step
 from nanodflash.decoding.plan import ACCEPTED, Facts, Span
-from nanodflash.decoding.state import ACTIVE
 
 V, NEW, SIZE, SEEDS, CHUNK = 6, 3, 4, 20_000, 4_000
 PROMPT = [2, 5, 1]
@@ -179,7 +178,7 @@ def test_plain_sampling_follows_the_law(name: str) -> None:
     assert not problems(plain(name), exact(name))
 
 
-def argmax(logits: Tensor, *_: object) -> Tensor:
+def argmax(_: object, logits: Tensor, *__: object) -> Tensor:
     return logits.argmax(-1)
 
 

@@ -6,6 +6,7 @@ import kit
 from nanodflash.config import EngineConfig, SamplingParams
 from nanodflash.decoding.sampling import SURE, choose, propose
 from nanodflash.decoding.state import DeviceState
+from nanodflash.ops import REFERENCE
 
 VOCAB, ROWS = 50, 200
 
@@ -16,7 +17,7 @@ def test_best_where_sure_and_coupled_elsewhere() -> None:
     kit.admit(state, 0, [1, 2], SamplingParams(temperature=1.3), budget=9, draft_limit=99, seed=5)
     logits = torch.randn(1, ROWS, VOCAB, dtype=torch.float64) * torch.linspace(0, 4, ROWS)[:, None]
     slots, positions = torch.tensor([0]), torch.arange(ROWS)[None]
-    given = (logits, state, slots, positions, torch.arange(VOCAB))
+    given = (REFERENCE, logits, state, slots, positions)
     proposals, coupled = propose(*given), choose(*given)
     best, sure = logits.argmax(-1), logits.softmax(-1).amax(-1) > SURE
     assert proposals[sure].equal(best[sure])

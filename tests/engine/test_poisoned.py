@@ -315,7 +315,7 @@ def run_schedule(seed: int, world: World | None = None) -> Counter[str]:
 
 @pytest.fixture
 def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "paged_attention", watched)
+    monkeypatch.setattr("nanodflash.ops.rows.paged_attention", watched)
 
 
 def test_the_texts_have_power() -> None:
@@ -366,7 +366,7 @@ def early(self: Scheduler, sequence: HostSequence, committed: int) -> None:
 
 def test_the_poison_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing unwritten places is what keeps NaN out, and without NaN nobody would notice."""
-    monkeypatch.setattr(ops, "paged_attention", uncleared)
+    monkeypatch.setattr("nanodflash.ops.rows.paged_attention", uncleared)
     with pytest.raises(AssertionError):
         run_schedule(0)
     monkeypatch.setattr(PoisonedPool, "poison", lambda *_: None)

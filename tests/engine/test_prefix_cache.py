@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import nanodflash.engine.closures as closures
 from nanodflash import LLM, SamplingParams
+from nanodflash.config import ACTIVE
 from nanodflash.decoding.cycle import Decoder
 from nanodflash.decoding.plan import Facts
-from nanodflash.decoding.state import ACTIVE
 from nanodflash.engine.paging import OutOfPages, PagePool
 
 SIZE = 2

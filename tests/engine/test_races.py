@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kit
 from manual import HashSteps, Interleaver, ManualStream, PoisonedRing, interleave
-from nanodflash import LLM, SamplingParams
-from nanodflash.config import EngineConfig
-from nanodflash.decoding import cycle, packet
+from nanodflash import LLM, SamplingParams, ops
+from nanodflash.config import ACTIVE, FREE, EngineConfig
+from nanodflash.decoding import packet
 from nanodflash.decoding.cycle import Decoder
 from nanodflash.decoding.plan import EMITTED, EPOCH, FINISH, Admission, Facts, Span, StepPlan
-from nanodflash.decoding.state import ACTIVE, FREE
 from nanodflash.engine import closures, engine
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.runner import DEPTH, RingSlot, Runner
@@ -482,7 +481,7 @@ def surplus_is_inert() -> bool:
 def test_r5_a_row_that_has_stopped_is_frozen_on_the_device(monkeypatch: Patch) -> None:
     """Nothing is written to its pages, in either pool, whoever has them by then."""
     assert surplus_is_inert()
-    monkeypatch.setattr(cycle, "FINISHED", ACTIVE)
+    monkeypatch.setattr("nanodflash.ops.tokens.FINISHED", ACTIVE)
     assert not surplus_is_inert()
 
 
@@ -506,12 +505,12 @@ def emitted_past_a_stop() -> int:
 
 def test_r16_the_device_cuts_at_a_stop_id(monkeypatch: Patch) -> None:
     assert emitted_past_a_stop() == 0
-    cut = cycle.ops.cut_run
+    cut = ops.cut_run
 
     def uncut(tokens: Tensor, accepted: Tensor, budget: Tensor, stops: Tensor, offsets: Any) -> Any:
         return cut(tokens, accepted, budget, torch.full_like(stops, -1), offsets)
 
-    monkeypatch.setattr(cycle.ops, "cut_run", uncut)
+    monkeypatch.setattr("nanodflash.ops.tokens.cut_run", uncut)
     assert emitted_past_a_stop() > 0
 
 

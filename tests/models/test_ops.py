@@ -251,8 +251,10 @@ def test_gumbel_knows_nothing_but_its_keys() -> None:
 def test_gumbel_of_extreme_words(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     last = INF
     for r in (0, 1, 2, 2**16, 2**31, 2**32 - 2**8, 2**32 - 2, 2**32 - 1):
-        monkeypatch.setattr(ops, "_mix", lambda x, r=r: torch.full_like(x, r))
-        monkeypatch.setattr(ops, "_WORD", r)  # the sum of two words is cut to r too
+        monkeypatch.setattr("nanodflash.ops.tokens._mix", lambda x, r=r: torch.full_like(x, r))
+        monkeypatch.setattr(
+            "nanodflash.ops.tokens._WORD", r
+        )  # the sum of two words is cut to r too
         (value,) = gumbel([0], [0], 1, dtype).flatten().tolist()
         u = min((r + 0.5) / 2**32, 1 - 2**-24)
         assert math.isfinite(value)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kit import TARGET, make_target
-from nanodflash.decoding.kv_cache import KVPool, RaggedMemory, paged_memory
+from nanodflash.decoding.kv_cache import KVPool, RaggedMemory, paged_memory, row_index, sees
 from nanodflash.models.config import TargetConfig
 from nanodflash.models.layers import inverse_frequencies
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.ops import REFERENCE
 from nanodflash.train.target import DenseMemory
 from oracle import Causal
 
@@ -206,30 +207,26 @@ class Paged:
 
     def chunks(self, ids: Tensor, spans: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
         """Flattened prompt chunks `(row, start, stop)`, as `prefill_step` runs them."""
-        ragged, done = [], 0
+        seen, index, done = [], [], 0
         for row, start, stop in spans:
-            memory = paged_memory(
-                self.pool,
-                self.table[row : row + 1],
-                self.keys[start : start + 1],
-                self.keys[: stop - start],
-                self.keys,
-                stop,
-            )
-            ragged.append((done, done + stop - start, memory))
+            table, begin = self.table[row : row + 1], self.keys[start : start + 1]
+            sights = sees(self.pool, table, begin, stop - start, stop, REFERENCE)
+            seen.append((done, done + stop - start, sights))
+            index.append(row_index(table, self.keys[None, start:stop], self.pool.page_size)[0])
             done += stop - start
+        memory = RaggedMemory(self.pool.rows, torch.cat(index), REFERENCE, seen)
         flat = torch.cat([ids[row, start:stop] for row, start, stop in spans])
         where = torch.cat([self.keys[start:stop] for _, start, stop in spans])
-        hidden, features = self.target(flat, where, RaggedMemory(ragged), TAPS)
+        hidden, features = self.target(flat, where, memory, TAPS)
         assert features is not None
         return self.target.logits(hidden), features
 
     def block(self, ids: Tensor, start: Tensor, slack: int = 0) -> tuple[Tensor, Tensor]:
         """Rows [B+1, W] at `start` [B+1], as `verify_step` runs them; one row is inert."""
-        offsets = self.keys[: ids.shape[1]]
+        positions = start[:, None] + self.keys[: ids.shape[1]]
         bound = int(start.max()) + ids.shape[1] + slack
-        memory = paged_memory(self.pool, self.table, start, offsets, self.keys, bound)
-        hidden, features = self.target(ids, start[:, None] + offsets, memory, TAPS)
+        memory = paged_memory(self.pool, self.table, start, positions, bound, REFERENCE)
+        hidden, features = self.target(ids, positions, memory, TAPS)
         assert features is not None
         return self.target.logits(hidden)[:BATCH], features[:BATCH]
 

@@ -1,26 +1,26 @@
-"""Acceptance and commit against `decoding.cycle`'s own, on random rows."""
+"""Acceptance and commit against the definition, on random rows."""
 
 import random
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from nanodflash.kernels import accept
 
+from nanodflash import config as constants
 from nanodflash import ops
 from nanodflash.config import EngineConfig
-from nanodflash.decoding import cycle, plan
+from nanodflash.decoding import plan
 from nanodflash.decoding import state as states
 
 VOCAB, SEQS = 40, 30
 
 
 def test_the_constants_are_the_engine_s() -> None:
-    assert accept.ACTIVE.value == states.ACTIVE
-    assert accept.FINISHED.value == states.FINISHED
-    assert (accept.STOP.value, accept.BUDGET.value) == (plan.STOP, plan.BUDGET)
+    assert accept.ACTIVE.value == constants.ACTIVE
+    assert accept.FINISHED.value == constants.FINISHED
+    assert (accept.STOP.value, accept.BUDGET.value) == (constants.STOP, constants.BUDGET)
     assert accept.RECORD == plan.RECORD
 
 
@@ -36,7 +36,9 @@ def random_state(rng: random.Random, width: int, counted: bool) -> states.Device
         state.len[slot] = length = rng.randrange(64)
         state.anchor[slot] = rng.randrange(VOCAB)
         state.budget[slot] = rng.choice([0, 1, 2, width, width + 1, 50])
-        state.state[slot] = rng.choice([states.FREE, states.ACTIVE, states.ACTIVE, states.FINISHED])
+        state.state[slot] = rng.choice(
+            [constants.FREE, constants.ACTIVE, constants.ACTIVE, constants.FINISHED]
+        )
         state.epoch[slot] = rng.randrange(1000)
         state.draft_limit[slot] = length + rng.choice([-3, 0, 1, 2, width, 100])
         state.tokens[slot] = torch.randint(0, VOCAB, state.tokens[slot].shape)
@@ -67,27 +69,27 @@ def test_commit(width: int, counted: bool) -> None:
         block[:, : width - 1] = tokens[:, : width - 1]
         wrong = torch.rand(len(slots), 15) < 0.15
         block = torch.where(wrong, (block + 1) % VOCAB, block)
-        limit = theirs.draft_limit[slots] - theirs.len[slots] - 1
-        accepted = ops.count_accepted(block[:, : width - 1], tokens, limit)
-        decoder = SimpleNamespace(state=theirs, positions=torch.arange(100))
-        wanted = cycle._commit(decoder, slots, tokens, accepted)  # type: ignore[arg-type]
-        got = accept.accept_commit(
-            slots,
-            block if width > 1 else None,
-            tokens,
-            mine.len,
-            mine.anchor,
-            mine.budget,
-            mine.state,
-            mine.epoch,
-            mine.draft_limit,
-            mine.stop_ids,
-            mine.tokens,
-            mine.counts,
-        )
+        made = []
+        for commit, state in ((ops.accept_commit, theirs), (accept.accept_commit, mine)):
+            record = commit(
+                slots,
+                block[:, : width - 1],
+                tokens,
+                state.len,
+                state.anchor,
+                state.budget,
+                state.state,
+                state.epoch,
+                state.draft_limit,
+                state.stop_ids,
+                state.tokens,
+                state.counts,
+            )
+            made.append(record)
+        wanted, got = made
         assert got.dtype == torch.int64
         assert got.tolist() == wanted.tolist()
         for name, value in snapshot(theirs).items():
             assert torch.equal(getattr(mine, name), value), name
         seen |= set(got[:, plan.FINISH].tolist())
-    assert seen == {plan.RUNNING, plan.STOP, plan.BUDGET}
+    assert seen == {constants.RUNNING, constants.STOP, constants.BUDGET}

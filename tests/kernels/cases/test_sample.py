@@ -146,8 +146,7 @@ def test_choose(vocab: int, dtype: torch.dtype) -> None:
     logits = (4 * noise(6, 3, vocab, seed=vocab)).to(dtype)
     positions = torch.arange(18).view(6, 3) * 1000
     got = sample.choose(logits, *args(state), positions)
-    slots, vocabulary = torch.arange(6), torch.arange(vocab)
-    agree(got, logits, sampling.choose(logits, state, slots, positions, vocabulary))
+    agree(got, logits, ops.choose(logits, *args(state), positions))
     assert torch.equal(got[[0, 4]], logits[[0, 4]].argmax(-1))
 
 
@@ -171,7 +170,7 @@ def test_propose(vocab: int) -> None:
     logits[..., 17] = rest + torch.tensor([-0.6, 5.0, -1.0, -1.0, -1.0, -5.0])  # .35 .99 .27 .01
     positions = torch.arange(18).view(3, 6)
     got = sample.propose(logits, *args(state), positions, sampling.SURE)
-    wanted = sampling.propose(logits, state, torch.arange(3), positions, torch.arange(vocab))
+    wanted = ops.propose(logits, *args(state), positions, sampling.SURE)
     agree(got, logits, wanted)
     assert (got[:, :2] == 17).all()
     assert (got[:2, 2:5] != 17).any()

@@ -1,104 +1,9 @@
-"""Every device operation, as plain torch: the executable definition.
-
-A faster implementation is tested against these. They take and return tensors, hold no state, and
-make no host sync, so that a step made of them can be captured. Internal sums are fp32, or fp64
-when the model is.
-"""
+"""What is chosen and what is kept of it: noise, filters, penalties, acceptance. The definitions."""
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., C] scaled to unit mean square, rounded to its dtype, times `weight` [C] or [H, C]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
-
-
-def norm_rope(x: Tensor, weight: Tensor, eps: float, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """RMSNorm over the head, then rotate-half RoPE.
-
-    Args:
-        x:      [..., H, D].  weight: [D], or [H, D] with one for each head.
-        rotary: cos, sin [..., 1, D]; the first half of sin carries the sign of the rotation.
-    """
-    cos, sin = rotary
-    x = rms_norm(x, weight, eps)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2I] -> [..., I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-# ---------------------------------------------------------------------- paged attention
-
-
-def write_rows(rows: Tensor, index: Tensor, k: Tensor, v: Tensor) -> None:
-    """Scatter K/V rows into one layer's pages.
-
-    Args:
-        rows:  [N, P, 2, Hkv, D], K then V of every place in every page.
-        index: [...] int64, page * P + offset. Rows that must not count point into page 0.
-        k, v:  [..., Hkv, D].
-    """
-    rows.flatten(0, 1).index_put_((index,), torch.stack((k, v), -3))
-
-
-def attention_mask(
-    start: Tensor, offsets: Tensor, keys: Tensor, causal: bool, window: int | None, like: Tensor
-) -> Tensor:
-    """Which keys the rows of a block see, as 0 and -inf to be added to the scores.
-
-    Args:
-        start:   [B] int64, the position of block position 0.
-        offsets: [S] int64, 0 .. S-1.  keys: [K] int64, 0 .. K-1.
-        causal:  rows see no later position; otherwise all of the block.
-        window:  keys within this distance, the row's own included; None = all.
-        like:    a tensor of the wanted dtype.
-    Returns:
-        [B, 1, S, K].
-    Source: dflash.md 1.6.
-    """
-    position = start[:, None, None] + offsets[:, None]  # [B, S, 1]
-    end = start[:, None, None] + offsets.shape[0]
-    unseen = keys > position if causal else keys >= end  # [B, S or 1, K]
-    if window is not None:
-        unseen = unseen | (position - keys >= window)
-        if not causal:
-            unseen = unseen | (keys - position >= window)
-    mask = like.new_zeros(start.shape[0], offsets.shape[0], keys.shape[0])
-    return mask.masked_fill_(unseen, float("-inf"))[:, None]
-
-
-def paged_attention(
-    q: Tensor, rows: Tensor, pages: Tensor, mask: Tensor, unwritten: Tensor
-) -> Tensor:
-    """Attention of S query rows a request over its pages.
-
-    Args:
-        q:         [B, S, Hq, D].  rows: [N, P, 2, Hkv, D].
-        pages:     [B, n] int64 page ids in order of position.
-        mask:      [B, 1, S, n*P] from `attention_mask`.
-        unwritten: [B, n*P] bool, places behind the block. Whatever they hold counts for nothing:
-                   a NaN times zero would still be NaN, so K and V are cleared.
-    Returns:
-        [B, S, Hq, D].
-    """
-    # Whole pages as rows of a matrix: the one shape that index_select copies at memory speed.
-    kv = rows.flatten(1).index_select(0, pages.flatten())
-    kv = kv.view(pages.shape[0], -1, *rows.shape[2:])
-    kv.masked_fill_(unwritten[:, :, None, None, None], 0.0)  # `kv` is a copy, and ours
-    k, v = kv.transpose(1, 3).unbind(2)  # [B, Hkv, n*P, D]
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-# ---------------------------------------------------------------------- choosing tokens
+from nanodflash.config import ACTIVE, BUDGET, FINISHED, STOP
 
 _WORD = 0xFFFFFFFF
 
@@ -206,6 +111,54 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Of [..., V]: [...] int64, the lowest id on ties."""
+    return logits.argmax(-1)
+
+
+def choose(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """argmax(logits / T + noise(seed, position)) after the filters; the plain argmax at T = 0.
+
+    Args:
+        logits:    [B, S, V].  temperature, top_p, min_p: [B] fp32.  top_k, seed: [B] int64.
+        positions: [B, S] int64, absolute position of the token that is chosen.
+    Returns:
+        [B, S] int64.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature, top_p, min_p = (x.to(logits.dtype) for x in (temperature, top_p, min_p))
+    warm = temperature > 0
+    scaled = logits / torch.where(warm, temperature, 1.0)[:, None, None]
+    filtered = filter_logits(scaled, top_k, top_p, min_p)
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    noise = keyed_gumbel(seed, positions, tokens, logits)
+    return (filtered + noise * warm[:, None, None]).argmax(-1)
+
+
+def propose(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    sure: float,
+) -> Tensor:
+    """The argmax where its share of the raw logits is above `sure`, else `choose`. [B, S] int64."""
+    coupled = choose(logits, temperature, top_k, top_p, min_p, seed, positions)
+    share, best = logits.softmax(-1).max(-1)
+    return torch.where(share > sure, best, coupled)
+
+
 # ---------------------------------------------------------------------- acceptance
 
 
@@ -238,3 +191,56 @@ def cut_run(
     first = torch.where(is_stop, offsets, offsets.shape[0]).amin(1)
     run = torch.minimum(accepted + 1, budget)
     return torch.minimum(run, first + 1), first < run
+
+
+def accept_commit(
+    slots: Tensor,
+    proposals: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    anchor: Tensor,
+    budget: Tensor,
+    state: Tensor,
+    epoch: Tensor,
+    draft_limit: Tensor,
+    stop_ids: Tensor,
+    history: Tensor,
+    counts: Tensor | None,
+) -> Tensor:
+    """Count what the target agrees with, cut it, and write it into the slots: [B, 6 + W] int64.
+
+    The columns are those of `decoding.plan`: emitted, accepted, accepted before the cut, finish,
+    length, epoch, then the W tokens. All int64 where nothing else is said.
+
+    Args:
+        slots:     [B].
+        proposals: [B, W-1].
+        tokens:    [B, W], the target's choice after every row.
+        length, anchor, budget, state, epoch, draft_limit: [slots], `DeviceState`'s.
+        stop_ids:  [slots, 16], padded with -1.  history: [slots, Lmax], `DeviceState.tokens`.
+        counts:    [slots, V] int32 or None.
+    """
+    width = tokens.shape[1]
+    offsets = torch.arange(width, device=tokens.device)
+    start, before = length[slots], state[slots]
+    active = before == ACTIVE
+    accepted = count_accepted(proposals, tokens, draft_limit[slots] - start - 1)
+    left = budget[slots] * active
+    emitted, stopped = cut_run(tokens, accepted, left, stop_ids[slots], offsets)
+    end, left = start + emitted, left - emitted
+    finished = (stopped | (left == 0)) & active
+    finish = torch.where(stopped, STOP, BUDGET) * finished
+    last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
+    # Ids behind the cut are garbage behind `len`, like their K/V.
+    history.index_put_((slots[:, None], start[:, None] + 1 + offsets), tokens)
+    if counts is not None:
+        kept = (offsets < emitted[:, None]).to(counts.dtype)
+        place = slots[:, None] * counts.shape[1] + tokens
+        counts.view(-1).scatter_add_(0, place.flatten(), kept.flatten())
+    length.index_copy_(0, slots, end)
+    anchor.index_copy_(0, slots, torch.where(emitted > 0, last, anchor[slots]))
+    budget.index_copy_(0, slots, left)
+    state.index_copy_(0, slots, torch.where(finished, FINISHED, before))
+    kept, raw = torch.minimum(accepted, emitted), accepted * active
+    head = torch.stack((emitted, kept, raw, finish, end, epoch[slots]), 1)
+    return torch.cat((head, tokens), 1)

@@ -1,0 +1,179 @@
+"""Norms, rotation, K/V rows in pages, attention over them: the definitions."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Attend = Callable[[Tensor, Tensor], Tensor]  # (q [B, S, Hq, D], rows of a layer) -> as q
+
+
+class Rotary(NamedTuple):
+    """Of each row's position, [..., 1, D]; the first half of sin carries the rotation's sign."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., C] scaled to unit mean square, rounded to its dtype, times `weight` [C] or [H, C]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(h: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`h + delta` [..., C], and its RMSNorm."""
+    total = h + delta
+    return total, rms_norm(total, weight, eps)
+
+
+def norm_rope(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Tensor:
+    """RMSNorm over the head, then rotate-half RoPE.
+
+    Args:
+        x: [..., H, D].  weight: [D], or [H, D] with one for each head.
+    """
+    cos, sin = rotary
+    x = rms_norm(x, weight, eps)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2I] -> [..., I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def split_heads(
+    qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, rotary: Rotary, num_kv: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [..., Hq, D] and k [..., Hkv, D] normed and rotated, v as it is, of a fused projection.
+
+    Args:
+        qkv:    [..., Hq + 2 Hkv, D]; Hq may be 0.
+        q_norm, k_norm: [D].
+        num_kv: Hkv.
+    """
+    num_q = qkv.shape[-2] - 2 * num_kv
+    qk, v = qkv.split([num_q + num_kv, num_kv], -2)
+    # q and k in one pass, each head with its own weight
+    weight = torch.cat((q_norm.expand(num_q, -1), k_norm.expand(num_kv, -1))) if num_q else k_norm
+    q, k = norm_rope(qk, weight, eps, rotary).split([num_q, num_kv], -2)
+    return q, k, v
+
+
+# ---------------------------------------------------------------------- paged K/V
+
+
+def write_rows(rows: Tensor, index: Tensor, k: Tensor, v: Tensor) -> None:
+    """Scatter K/V rows into one layer's pages.
+
+    Args:
+        rows:  [N, P, 2, Hkv, D], K then V of every place in every page.
+        index: [...] int64, page * P + offset. Rows that must not count point into page 0.
+        k, v:  [..., Hkv, D].
+    """
+    rows.flatten(0, 1).index_put_((index,), torch.stack((k, v), -3))
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    rotary: Rotary,
+    rows: Tensor,
+    index: Tensor,
+) -> Tensor:
+    """Write one layer's K/V rows and return its queries [..., Hq, D]: `split_heads` and
+    `write_rows`.
+    """
+    q, k, v = split_heads(qkv, q_norm, k_norm, eps, rotary, rows.shape[-2])
+    write_rows(rows, index, k, v)
+    return q
+
+
+def inject_rows(
+    kv: Tensor, k_norms: Tensor, eps: float, rotary: Rotary, rows: Tensor, index: Tensor
+) -> None:
+    """Write the K/V rows of all layers: K normed and rotated, V as it is.
+
+    Args:
+        kv:      [..., L, 2 Hkv, D], K then V of every layer.
+        k_norms: [L, D].  rows: [L, N, P, 2, Hkv, D].
+        index:   [...] int64, as in `write_rows`.
+    """
+    kv = kv.unflatten(-2, (2, -1))  # [..., L, 2, Hkv, D]
+    cos, sin = (part.unsqueeze(-2) for part in rotary)
+    k = norm_rope(kv.select(-3, 0), k_norms[:, None], eps, Rotary(cos, sin))
+    made = torch.stack((k, kv.select(-3, 1)), -3)
+    layers = torch.arange(len(rows), device=rows.device)
+    rows.flatten(1, 2).index_put_((layers, index[..., None]), made)
+
+
+def attention_mask(
+    start: Tensor, offsets: Tensor, keys: Tensor, causal: bool, window: int | None, like: Tensor
+) -> Tensor:
+    """Which keys the rows of a block see, as 0 and -inf to be added to the scores.
+
+    Args:
+        start:   [B] int64, the position of block position 0.
+        offsets: [S] int64, 0 .. S-1.  keys: [K] int64, 0 .. K-1.
+        causal:  rows see no later position; otherwise all of the block.
+        window:  keys within this distance, the row's own included; None = all.
+        like:    a tensor of the wanted dtype.
+    Returns:
+        [B, 1, S, K].
+    Source: dflash.md 1.6.
+    """
+    position = start[:, None, None] + offsets[:, None]  # [B, S, 1]
+    end = start[:, None, None] + offsets.shape[0]
+    unseen = keys > position if causal else keys >= end  # [B, S or 1, K]
+    if window is not None:
+        unseen = unseen | (position - keys >= window)
+        if not causal:
+            unseen = unseen | (keys - position >= window)
+    mask = like.new_zeros(start.shape[0], offsets.shape[0], keys.shape[0])
+    return mask.masked_fill_(unseen, float("-inf"))[:, None]
+
+
+def paged_attention(
+    q: Tensor, rows: Tensor, pages: Tensor, mask: Tensor, unwritten: Tensor
+) -> Tensor:
+    """Attention of S query rows a request over its pages.
+
+    Args:
+        q:         [B, S, Hq, D].  rows: [N, P, 2, Hkv, D].
+        pages:     [B, n] int64 page ids in order of position.
+        mask:      [B, 1, S, n*P] from `attention_mask`.
+        unwritten: [B, n*P] bool, places behind the block. Whatever they hold counts for nothing:
+                   a NaN times zero would still be NaN, so K and V are cleared.
+    Returns:
+        [B, S, Hq, D].
+    """
+    # Whole pages as rows of a matrix: the one shape that index_select copies at memory speed.
+    kv = rows.flatten(1).index_select(0, pages.flatten())
+    kv = kv.view(pages.shape[0], -1, *rows.shape[2:])
+    kv.masked_fill_(unwritten[:, :, None, None, None], 0.0)  # `kv` is a copy, and ours
+    k, v = kv.transpose(1, 3).unbind(2)  # [B, Hkv, n*P, D]
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def attention(
+    pages: Tensor, start: Tensor, size: int, causal: bool, window: int | None, like: Tensor
+) -> Attend:
+    """`paged_attention` of the rows at start .. start+size-1, for all layers that see alike.
+
+    Args:
+        pages: [B, n] int64 page ids, in order of position.  start: [B] int64.
+        like:  [..., P, 2, Hkv, D], the pool.
+    """
+    offsets = torch.arange(size, device=start.device)
+    keys = torch.arange(pages.shape[1] * like.shape[-4], device=start.device)
+    mask = attention_mask(start, offsets, keys, causal, window, like)
+    unwritten = keys >= (start + size)[:, None]
+    return lambda q, rows: paged_attention(q, rows, pages, mask, unwritten)
