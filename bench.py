@@ -113,6 +113,7 @@ def _concurrent(arguments: argparse.Namespace, models: dict[str, str]) -> dict[s
 def _simulated(arguments: argparse.Namespace, models: dict[str, str]) -> dict[str, Any]:
     """The host's own cost and the device's bubbles; models are not needed."""
     from nanodflash.benchmarks import picture, simulate
+    from nanodflash.engine.trace import write_traces
 
     # What is loaded by now lives on: the garbage collector need not look at it again.
     gc.collect()
@@ -126,15 +127,15 @@ def _simulated(arguments: argparse.Namespace, models: dict[str, str]) -> dict[st
     if arguments.trace or arguments.picture:
         ms, clients = arguments.simulate[0], (arguments.concurrency or [32])[-1]
         traces = {
-            f"{name}: {clients} requests, steps of {ms:g} ms": simulate.traced(
-                clients, ms, name == "overlap", steps=60
-            )
+            name: simulate.traced(clients, ms, name == "overlap", steps=60)
             for name in ("no overlap", "overlap")
         }
         if arguments.trace:
-            list(traces.values())[-1].write(arguments.trace)
+            write_traces(traces, arguments.trace)
         if arguments.picture:
-            picture.draw(traces, arguments.picture, first_step=40, steps=6)
+            about = f"{clients} requests, steps of {ms:g} ms"
+            titled = {f"{name}: {about}": trace for name, trace in traces.items()}
+            picture.draw(titled, arguments.picture, first_step=40, steps=6)
     return {"simulated": rows}
 
 
@@ -194,6 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     text = text_of(result)
     print(text)
+    if "simulated" in result:
+        print(f"\n{report.queues(result)}")
     if "decode" in result:
         print("\ntokens a cycle")
         print(report.histogram(result["decode"]["metrics"]["emitted_histogram"]))

@@ -150,7 +150,8 @@ class LLM:
             ahead,
             self._trace,
         )
-        weakref.finalize(self, self.engine.close)  # a thread must not outlive the interpreter
+        # A thread must not outlive the interpreter.
+        self._finalizer = weakref.finalize(self, self.engine.close)
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def generate(
@@ -236,6 +237,7 @@ class LLM:
     def close(self) -> None:
         """End all requests and the engine's threads, and write the trace. Twice is fine."""
         self.engine.close()
+        self._finalizer.detach()  # it keeps the engine
         if self._trace_file is not None:
             self._trace.write(self._trace_file)
 

@@ -4,7 +4,13 @@ from pathlib import Path
 
 from nanodflash.engine.trace import TRACKS, Trace
 
-COLOURS = {"plan": "#4c78a8", "commit": "#72b7b2", "text": "#9ecae9", "launch": "#b279a2"}
+COLOURS = {
+    "plan": "#4c78a8",
+    "read": "#f2cf5b",
+    "commit": "#72b7b2",
+    "text": "#9ecae9",
+    "launch": "#b279a2",
+}
 BUSY, IDLE = "#54a24b", "#e45756"
 
 
@@ -36,6 +42,6 @@ def draw(traces: dict[str, Trace], path: Path, first_step: int, steps: int) -> N
     panels[-1].set_xlabel("ms")
     names = {"device busy": BUSY, "device idle": IDLE} | COLOURS
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in names.values()]
-    figure.legend(patches, list(names), loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(patches, list(names), loc="outside lower center", ncols=7, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

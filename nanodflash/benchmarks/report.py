@@ -117,6 +117,31 @@ def simulated(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def queues(result: dict[str, Any]) -> str:
+    """A Markdown table of the same runs with overlap: what waits for what, means a step."""
+    lines = [
+        "| step ms | requests | slack ms | surplus rows | steps launched | waiting | running |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["simulated"]:
+        runs = row["samples"]["on"]
+        slack, waiting, running = (
+            statistics.median(run[key] for run in runs)
+            for key in ("slack_ms", "waiting", "running")
+        )
+        surplus = statistics.median(run["surplus_rows"] / run["rows"] for run in runs)
+        launched = statistics.median(_mean(run["launched"]) for run in runs)
+        lines.append(
+            f"| {row['step_ms']:g} | {row['clients']} | {slack:.2f} | {surplus:.2%} "
+            f"| {launched:.2f} | {waiting:.1f} | {running:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _mean(counts: dict[str, int]) -> float:
+    return sum(int(n) * count for n, count in counts.items()) / sum(counts.values())
+
+
 def _waits(row: dict[str, Any], name: str) -> float:
     """Share of the time that is no step: also what a late host makes of a copy's time."""
     shares = [

@@ -9,6 +9,7 @@ Other threads put requests and aborts into the inbox and take chunks out of thei
 
 import asyncio
 import atexit
+import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -60,10 +61,10 @@ class RequestHandle:
             item = self._chunks.get()
             self._read = isinstance(item, BaseException) or item.finish_reason is not None
             if isinstance(item, BaseException):
-                raise item
+                raise _own(item)
             yield item
         if self._failure is not None:
-            raise self._failure
+            raise _own(self._failure)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """The same for asyncio; a reader that is cancelled ends the request."""
@@ -81,12 +82,12 @@ class RequestHandle:
                     item = self._chunks.get()
                     self._read = isinstance(item, BaseException) or item.finish_reason is not None
                     if isinstance(item, BaseException):
-                        raise item
+                        raise _own(item)
                     yield item
                 if not self._read:
                     await arrived.wait()
             if self._failure is not None:
-                raise self._failure
+                raise _own(self._failure)
         finally:
             self.abort()
 
@@ -94,7 +95,7 @@ class RequestHandle:
         """Wait for the end and return all of it. Raises as iterating."""
         self._done.wait()
         if self._failure is not None:
-            raise self._failure
+            raise _own(self._failure)
         return self._sequence.output()
 
     def abort(self) -> None:
@@ -204,6 +205,7 @@ class Engine:
             self._over.wait()  # a `join` that is interrupted takes the thread for ended (3.11)
             if self._thread.ident is not None:
                 self._thread.join()
+            atexit.unregister(self.close)  # it would keep the engine
 
     def page_stats(self) -> PageStats:
         """Pages by use. Exact when nothing runs."""
@@ -273,36 +275,40 @@ class Engine:
                 plan = self.scheduler.plan()
             if plan is None:
                 return
-            self.metrics.launched[self.scheduler.launched] += 1
+            self.metrics.count_launch(self.scheduler.launched)
             if self._launcher.ident is not None:
                 self._plans.put(plan)
             else:
                 self._tickets.put(self._launch(plan))
 
     def _commit(self) -> None:
-        """Wait for the oldest step and commit its numbers."""
+        """Wait for the oldest step, commit its numbers or its failure, and count it."""
         if not self.scheduler.launched:
             return
+        queues = len(self.scheduler.waiting), len(self.scheduler.running)
         began = time.perf_counter()
         with self.trace.span("bookkeeping", "wait"):
             ticket = self._tickets.get()
             if isinstance(ticket, BaseException):
                 raise ticket
+            self.runner.wait(ticket)
+        waited = time.perf_counter() - began
+        with self.trace.span("bookkeeping", "read"):
+            times = ticket.times()
             try:
                 results = self.runner.results(ticket)
             except BaseException as error:
                 if ticket.error is not error:  # not of the step's work: the device itself
                     raise
-        waited = time.perf_counter() - began
         with self.trace.span("bookkeeping", "commit"):
             if ticket.error is not None:  # ends the requests in this step, and only them
                 self.scheduler.fail(ticket.error)
-                self._ended = ticket.done.time if ticket.done else 0.0
-                return
-            self.scheduler.commit(results.finals, results.rows, results.logprobs)
-        self.trace.step(ticket)
-        self.metrics.count_step(results, self._ended, waited, self.scheduler.surplus)
-        self._ended = results.ended
+            else:
+                self.scheduler.commit(results.finals, results.rows, results.logprobs)
+        self.trace.step(times)
+        rows, surplus = len(ticket.plan.rows), self.scheduler.surplus
+        self.metrics.count_step(times, rows, self._ended, waited, queues, surplus)
+        self._ended = times[-1][1]
 
     def _emit(self, sequence: Sequence, item: Chunk | BaseException) -> None:
         handle = self._handles[id(sequence)]
@@ -323,3 +329,16 @@ class Engine:
     def _launch(self, plan: StepPlan) -> Ticket:
         with self.trace.span("device thread", "launch"):
             return self.runner.launch(plan)
+
+
+def _own(error: BaseException) -> BaseException:
+    """The same error for one reader, to raise: what is raised gets the frames of who reads, and
+    the engine, which keeps the first, would keep all that these frames know.
+    """
+    with suppress(Exception):
+        own = copy.copy(error)  # made of its arguments, of which some classes make other words
+        if (type(own), str(own)) == (type(error), str(error)):
+            own.__cause__, own.__context__ = error.__cause__, error.__context__
+            own.__suppress_context__ = error.__suppress_context__
+            return own.with_traceback(error.__traceback__)
+    return error

@@ -5,10 +5,11 @@ One word each (design: words): `num_emitted` is a cycle's tokens, tau its mean o
 to no cycle: tokens = 1 + the sum of `num_emitted`.
 """
 
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
 
 
 @dataclass
@@ -123,43 +124,21 @@ class Metrics:
         }
 
 
-class Timing(Protocol):
-    """When a step ran: what `runner.Results` says of it, seconds on the device's clock."""
-
-    @property
-    def rows(self) -> list[list[int]]:
-        """Records of its cycle."""
-        ...
-
-    @property
-    def began(self) -> float:
-        """Its begin."""
-        ...
-
-    @property
-    def ended(self) -> float:
-        """Its end."""
-        ...
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Of each part."""
-        ...
-
-
 @dataclass
 class EngineMetrics:
-    """What is counted of an engine, all requests together.
+    """What is counted of an engine, all requests together. Any thread may copy it at any time.
 
     Attributes:
-        steps:         committed.
+        steps:         that have ended, failed ones included.
         rows:          that took part in their cycles, surplus ones included.
         busy_seconds:  that the device worked.
         idle_seconds:  that it waited for the host between two steps while there was work.
-        slack_seconds: that the host waited for the device.
+        slack_seconds: that the host waited for the device; reading what it gave is not in it.
         host_seconds:  CPU time of the bookkeeping thread.
         surplus:       rows of cycles that ran past the end of their request: launched before the
                        host knew of it.
+        waiting:       requests that waited while a step ran, summed over the steps.
+        running:       requests that ran meanwhile, summed likewise.
         launched:      steps on their way, the new one included -> how often a plan made it so many.
         seconds:       of each part of the steps.
     """
@@ -171,26 +150,51 @@ class EngineMetrics:
     slack_seconds: float = 0.0
     host_seconds: float = 0.0
     surplus: int = 0
+    waiting: int = 0
+    running: int = 0
     launched: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
 
-    def count_step(self, step: Timing, before: float, waited: float, surplus: int) -> None:
+    def count_launch(self, launched: int) -> None:
+        """Count one plan that made so many steps be on their way."""
+        with self._lock:
+            self.launched[launched] += 1
+
+    def count_step(
+        self,
+        times: list[tuple[str, float]],
+        rows: int,
+        before: float,
+        waited: float,
+        queues: tuple[int, int],
+        surplus: int,
+    ) -> None:
         """Count one step; called by the bookkeeping thread.
 
         Args:
+            times:   name and end of each part, behind its begin; seconds on the device's clock.
+            rows:    of its cycle.
             before:  when the device ended the step before it; 0 where it had nothing to do since.
             waited:  seconds that the host waited for this one.
+            queues:  requests that waited and that ran meanwhile.
             surplus: rows past an end, ever since.
         """
-        self.steps += 1
-        self.rows += len(step.rows)
-        self.host_seconds = time.thread_time()
-        self.busy_seconds += step.ended - step.began
-        self.idle_seconds += max(0.0, step.began - before) if before else 0.0
-        self.slack_seconds += waited
-        self.surplus = surplus
-        for part, seconds in step.seconds.items():
-            self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        began, ended = times[0][1], times[-1][1]
+        with self._lock:
+            self.steps += 1
+            self.rows += rows
+            self.host_seconds = time.thread_time()
+            self.busy_seconds += ended - began
+            self.idle_seconds += max(0.0, began - before) if before else 0.0
+            self.slack_seconds += waited
+            self.waiting += queues[0]
+            self.running += queues[1]
+            self.surplus = surplus
+            for (_, begin), (part, end) in pairwise(times):
+                self.seconds[part] = self.seconds.get(part, 0.0) + end - begin
 
     @property
     def idle_share(self) -> float:
@@ -200,35 +204,41 @@ class EngineMetrics:
 
     def __sub__(self, before: "EngineMetrics") -> "EngineMetrics":
         """What came after a copy of these was taken."""
-        return EngineMetrics(
-            self.steps - before.steps,
-            self.rows - before.rows,
-            self.busy_seconds - before.busy_seconds,
-            self.idle_seconds - before.idle_seconds,
-            self.slack_seconds - before.slack_seconds,
-            self.host_seconds - before.host_seconds,
-            self.surplus - before.surplus,
-            self.launched - before.launched,
-            {part: s - before.seconds.get(part, 0.0) for part, s in self.seconds.items()},
-        )
+        with self._lock:
+            return EngineMetrics(
+                self.steps - before.steps,
+                self.rows - before.rows,
+                self.busy_seconds - before.busy_seconds,
+                self.idle_seconds - before.idle_seconds,
+                self.slack_seconds - before.slack_seconds,
+                self.host_seconds - before.host_seconds,
+                self.surplus - before.surplus,
+                self.waiting - before.waiting,
+                self.running - before.running,
+                self.launched - before.launched,
+                {part: s - before.seconds.get(part, 0.0) for part, s in self.seconds.items()},
+            )
 
     def copy(self) -> "EngineMetrics":
         """These, as they are now."""
         return self - EngineMetrics()
 
     def as_dict(self) -> dict[str, object]:
-        """All counts and figures, for JSON; milliseconds a step."""
-        steps = max(self.steps, 1)
+        """All counts and figures, for JSON; milliseconds a step, mean requests in a queue."""
+        now = self.copy()
+        steps = max(now.steps, 1)
         return {
-            "steps": self.steps,
-            "rows": self.rows,
-            "idle_share": self.idle_share,
-            "step_ms": 1e3 * self.busy_seconds / steps,
-            "slack_ms": 1e3 * self.slack_seconds / steps,
-            "host_ms": 1e3 * self.host_seconds / steps,
-            "surplus_rows": self.surplus,
-            "launched": {str(n): self.launched[n] for n in sorted(self.launched)},
-            "part_ms": {part: 1e3 * self.seconds[part] / steps for part in self.seconds},
+            "steps": now.steps,
+            "rows": now.rows,
+            "idle_share": now.idle_share,
+            "step_ms": 1e3 * now.busy_seconds / steps,
+            "slack_ms": 1e3 * now.slack_seconds / steps,
+            "host_ms": 1e3 * now.host_seconds / steps,
+            "surplus_rows": now.surplus,
+            "waiting": now.waiting / steps,
+            "running": now.running / steps,
+            "launched": {str(n): now.launched[n] for n in sorted(now.launched)},
+            "part_ms": {part: 1e3 * now.seconds[part] / steps for part in now.seconds},
         }
 
 

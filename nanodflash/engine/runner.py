@@ -1,7 +1,7 @@
 """Launches plans: a ring of host buffers, one stream, tickets.
 
 A step is: copy the plan in, do it, copy the results out. Nothing here waits for the device but
-`results`. What does a step's work is a `Steps`: the models (`steps.py`), or a stand-in.
+`wait` and `results`. What does a step's work is a `Steps`: the models (`steps.py`), or a stand-in.
 
 Who owns a ring slot: the launching side from `launch` on, which hands it to the stream; the
 waiting side once the step's event has fired; nobody again after `results`.
@@ -10,7 +10,6 @@ waiting side once the step's event has fired; nobody again after `results`.
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -55,15 +54,10 @@ class Results:
 
     Attributes:
         finals, rows: records (columns of `plan`, then W ids) of final chunks and of rows.
-        began, ended: seconds, on the device's clock.
-        seconds:      of each part.
     """
 
     finals: list[list[int]]
     rows: list[list[int]]
-    began: float
-    ended: float
-    seconds: dict[str, float]
     bits: np.ndarray
 
     def logprobs(self, part: str, place: int, count: int) -> list[TokenLogprobs]:
@@ -110,7 +104,9 @@ class Ticket:
     error: BaseException | None = None
 
     def times(self) -> list[tuple[str, float]]:
-        """Name and end of each part, on the device's clock, once the step is done."""
+        """Name and end of each part behind the begin, once the step is done; also of one that
+        failed. Seconds on the device's clock.
+        """
         assert self.done is not None
         return [(name, mark.time) for name, mark in [*self.marks, ("copy out", self.done)]]
 
@@ -169,6 +165,7 @@ class Runner:
             except BaseException as error:  # also what a caller's proposer raises
                 ticket.error = error
                 self.steps.forget(named)
+                mark("failed")
 
         ticket.worked = self.stream.submit(work)
         # In the stream, and before the next step writes the result again.
@@ -191,30 +188,29 @@ class Runner:
 
         return self.stream.submit(work)
 
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
+        """Wait for a step, at most so many seconds for each of its events. Raises what is wrong
+        with the device; what the step's own work raised it leaves to `results`.
+        """
+        for event in (ticket.done, ticket.copied, ticket.worked):  # behind the first all are past
+            if event is not None:
+                event.wait(timeout)
+
     def results(self, ticket: Ticket, timeout: float | None = None) -> Results:
         """Wait for a step and read what it gave; its ring slot is free again.
 
         Raises:
             BaseException: `ticket.error`, where the step's own work raised it.
         """
-        for event in (ticket.done, ticket.copied, ticket.worked):  # behind the first all are past
-            if event is not None:
-                event.wait(timeout)
+        self.wait(ticket, timeout)
         plan, (head, body, logprobs) = ticket.plan, _result_sizes(ticket.plan)
         flat = ticket.slot.result.numpy()[: head + body + logprobs].copy()
         self._free.put(ticket.slot)
         if ticket.error is not None:
             raise ticket.error
-        times = ticket.times()
-        seconds: dict[str, float] = {}
-        for (_, begin), (name, end) in pairwise(times):
-            seconds[name] = seconds.get(name, 0.0) + end - begin
         return Results(
             flat[:head].reshape(-1, RECORD + 1).tolist(),
             flat[head : head + body].reshape(-1, RECORD + plan.facts.width).tolist(),
-            times[0][1],
-            times[-1][1],
-            seconds,
             flat[head + body :].reshape(-1, BITS),
         )
 

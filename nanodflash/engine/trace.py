@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nanodflash.engine.runner import Ticket
+from typing import Any
 
 TRACKS = ("bookkeeping", "device thread", "device")
 
@@ -36,11 +33,11 @@ class Trace:
         finally:
             self.spans.append((track, name, began, time.perf_counter()))
 
-    def step(self, ticket: "Ticket") -> None:
-        """The parts of a step that has ended, on the device's track."""
+    def step(self, times: list[tuple[str, float]]) -> None:
+        """The parts of a step, on the device's track: name and end of each, behind its begin."""
         if not self.enabled:
             return
-        for (_, begin), (name, end) in pairwise(ticket.times()):
+        for (_, begin), (name, end) in pairwise(times):
             self.spans.append(("device", name, begin, end))
 
     def with_idle(self) -> list[tuple[str, str, float, float]]:
@@ -51,16 +48,21 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write a JSON object of trace events."""
+        write_traces({"nanodflash": self}, path)
+
+    def events(self, pid: int, process: str) -> list[dict[str, Any]]:
+        """Trace events of a process with a number and a name; the first span begins at 0."""
         spans = self.with_idle()
         origin = min((span[2] for span in spans), default=0.0)
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
-            for i, track in enumerate(TRACKS)
-        ]
-        events += [
+        names = [("process_name", 0, process)]
+        names += [("thread_name", i, track) for i, track in enumerate(TRACKS)]
+        return [
+            {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+            for kind, tid, name in names
+        ] + [
             {
                 "ph": "X",
-                "pid": 0,
+                "pid": pid,
                 "tid": TRACKS.index(track),
                 "name": name,
                 "ts": 1e6 * (begin - origin),
@@ -68,4 +70,13 @@ class Trace:
             }
             for track, name, begin, end in sorted(spans, key=lambda span: span[2])
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def write_traces(traces: dict[str, Trace], path: Path) -> None:
+    """Write traces into one file, each a process of that name."""
+    events = [
+        event
+        for pid, (name, trace) in enumerate(traces.items())
+        for event in trace.events(pid, name)
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -5,8 +5,10 @@ host. Failures happen in a step, in either thread, in the stream and while loadi
 """
 
 import asyncio
+import json
 import math
 import random
+import sys
 import threading
 import time
 import traceback
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,8 @@ from torch import Tensor
 
 import nanodflash.llm
 from nanodflash import LLM, SamplingParams
+from nanodflash.benchmarks.simulate import Simulation
+from nanodflash.engine.metrics import EngineMetrics
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.runner import Runner
 from nanodflash.engine.scheduler import Scheduler
@@ -381,6 +386,139 @@ def test_a_proposer_that_raises(open_llm: Any, no_leak: Any, error: type[BaseExc
         assert "propose" in frames(caught.value)
     assert all(len(finish(handle).token_ids) == 9 for handle in plain)
     no_leak(llm)
+
+
+class Odd(Exception):
+    """Cannot be made again of its own arguments."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"odd {number}")
+
+
+@pytest.mark.parametrize(
+    "make", [partial(OSError, 2, "scripted failure", "a file"), partial(Odd, 3)], ids=["", "odd"]
+)
+def test_every_reader_has_an_error_of_his_own(open_llm: Any, make: Callable[[], Any]) -> None:
+    """Of the same class, with the same words and the frames behind it, whoever read before."""
+    raised, seen = [], []
+
+    def propose(tokens: Tensor, length: Tensor) -> Tensor:
+        raised.append(make())
+        raise raised[-1] from KeyError("the cause")
+
+    handle = open_llm(block_size=SIZE, proposer=propose).submit([5, 6])
+    for _ in range(3):
+        with pytest.raises((OSError, Odd)) as caught:
+            finish(handle)
+        seen.append(caught.value)
+    error = raised[0]  # with overlap a step behind it raises too
+    for one in seen:
+        assert (type(one), str(one), one.args) == (type(error), str(error), error.args)
+        assert type(one.__cause__) is KeyError
+        assert frames(one).count("propose") == 1
+    if type(error) is not Odd:
+        assert len({id(one) for one in [*seen, error]}) == 4
+        assert frames(seen[2]).count("result") == 1
+        assert "result" not in frames(error)
+
+
+# ---------------------------------------------------------------------- what is counted
+
+
+def test_reading_is_no_slack(pair: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The host waits for the device, and then has work of its own."""
+    results = Runner.results
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)
+        return results(*given)
+
+    monkeypatch.setattr(Runner, "results", slow)
+    file = tmp_path / "trace.json"
+    with LLM(pair.target, pair.draft, overlap=False, trace=file, **OPTIONS) as llm:
+        llm.generate([5, 6], SamplingParams(max_new_tokens=12))
+    steps = llm.metrics.steps
+    assert traced(file, "read") >= 0.02 * steps > 0
+    assert llm.metrics.slack_seconds < 0.01 * steps  # in one thread there is nothing to wait for
+    assert traced(file, "wait") == pytest.approx(llm.metrics.slack_seconds, abs=0.005 * steps)
+
+
+def test_waiting_is_slack() -> None:
+    """A device that takes 5 ms a step, and a host that takes far less."""
+    simulation = Simulation(2, 0.005, True)
+    counted = within(lambda: simulation.run(20))
+    within(simulation.engine.close)
+    assert 1 < counted["slack_ms"] < 10
+
+
+def traced(file: Path, name: str) -> float:
+    """Seconds of all spans of a name in a trace."""
+    events = json.loads(file.read_text())["traceEvents"]
+    return sum(1e-6 * event["dur"] for event in events if event["name"] == name and "dur" in event)
+
+
+@BOTH
+def test_steps_that_fail_are_counted(pair: Any, tmp_path: Path, overlap: bool) -> None:
+    def propose(tokens: Tensor, length: Tensor) -> Tensor:
+        time.sleep(0.02)
+        raise LookupError("scripted failure")
+
+    options = OPTIONS | {"overlap": overlap, "trace": tmp_path / "trace.json"}
+    with LLM(pair.target, pair.draft, proposer=propose, **options) as llm:
+        for _ in range(3):
+            with pytest.raises(LookupError):
+                llm.generate([5, 6])
+    metrics = llm.metrics
+    assert metrics.steps >= 6  # a prompt and a cycle each
+    assert metrics.busy_seconds >= 0.06
+    assert metrics.seconds["failed"] >= 0.06
+    assert traced(options["trace"], "failed") == pytest.approx(metrics.seconds["failed"], abs=1e-4)
+    assert sum(metrics.seconds.values()) == pytest.approx(metrics.busy_seconds)
+
+
+@BOTH
+def test_waiting_and_running_requests_are_counted(pair: Any, overlap: bool) -> None:
+    with LLM(pair.target, pair.draft, overlap=overlap, max_seqs=2, **OPTIONS) as llm:
+        llm.generate([[5 + i, 6] for i in range(6)], SamplingParams(max_new_tokens=20))
+    counted = llm.metrics.as_dict()
+    assert 1 < counted["running"] <= 2
+    assert 0.5 < counted["waiting"] <= 4
+
+
+def test_the_mean_of_what_waits_and_runs() -> None:
+    metrics, kept = EngineMetrics(), []
+    for waiting in (5, 3, 1):
+        metrics.count_step([("begin", 1.0), ("step", 2.0)], 2, 0.0, 0.0, (waiting, 2), 0)
+        kept.append(metrics.copy())
+    assert (metrics.as_dict()["waiting"], metrics.as_dict()["running"]) == (3.0, 2.0)
+    assert ((metrics - kept[0]).as_dict()["waiting"], (metrics - kept[0]).steps) == (2.0, 2)
+
+
+def test_metrics_are_copied_while_they_change() -> None:
+    """New parts and depths come meanwhile; a copy is of one moment."""
+    metrics, over = EngineMetrics(), threading.Event()
+
+    def count() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            metrics.count_launch(number % 1000)
+            times = [("begin", 0.0), *((f"{(number + i) % 1000}", i + 1.0) for i in range(8))]
+            metrics.count_step(times, 1, 0.0, 0.0, (1, 1), 0)
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=count, daemon=True)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(300):
+            copied, shown = metrics.copy(), metrics.as_dict()
+            assert copied.steps == copied.rows == copied.waiting
+            assert sum(copied.seconds.values()) == copied.busy_seconds == 8.0 * copied.steps
+            assert sum(shown["part_ms"].values()) == pytest.approx(shown["step_ms"], rel=1e-9)
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
 
 
 # ---------------------------------------------------------------------- failures of the engine

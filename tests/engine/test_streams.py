@@ -1,10 +1,14 @@
 """Streams and their events: order, errors, when a copy reads, time. The CUDA one by a stand-in."""
 
+import random
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -323,7 +327,7 @@ def test_cuda_work_is_enqueued_under_its_stream_and_then_marked(cuda: FakeCuda) 
     assert log == ["query"]
     with cuda.seen() as log:
         event.wait(1.0)
-    assert log == [("wait", TIMED)]  # blocking: it sleeps
+    assert log == ["query", ("wait", TIMED)]  # blocking: it sleeps
     assert event.time == stream._began + 1.5
 
 
@@ -361,3 +365,63 @@ def test_cuda_call_and_close_wait_for_the_device(cuda: FakeCuda) -> None:
 def test_cuda_work_that_raises_on_the_host_is_raised_there(cuda: FakeCuda) -> None:
     with pytest.raises(ArithmeticError, match="scripted"):
         CudaStream(torch.device("cuda:0")).submit(raise_error)
+
+
+class LateCuda:
+    """`torch.cuda` on a clock: `busy` says until when it works; times are fp32 milliseconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.busy = self.longest = 0.0  # the longest time between two events that was asked for
+        self.waits, self.alive = 0, weakref.WeakSet[Any]()
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: Any) -> None:
+                pass
+
+            def query(self) -> bool:
+                return clock.now >= cuda.busy
+
+        class Event:
+            def __init__(self, **options: bool) -> None:
+                cuda.alive.add(self)
+
+            def record(self, stream: Any) -> None:
+                self.at = max(clock.now, cuda.busy)
+
+            def query(self) -> bool:
+                return clock.now >= self.at
+
+            def synchronize(self) -> None:
+                cuda.waits += not self.query()
+                clock.now = max(clock.now, self.at)
+
+            def elapsed_time(self, other: Any) -> float:
+                cuda.longest = max(cuda.longest, abs(other.at - self.at))
+                return float(np.float32(1e3 * (other.at - self.at)))
+
+        self.Stream, self.Event = Stream, Event
+
+
+def test_cuda_times_are_exact_after_hours(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy hours, an idle one, and steps that each find the device at rest; nobody waits for it."""
+    cuda, dice = LateCuda(clock), random.Random(1)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    stream, marks = CudaStream(torch.device("cuda:0")), deque[Any]()
+    for work, pause in ((0.6, 3600.0), (0.1, 20.0), (0.6, 0.0), (0.1, 3600.0), (0.6, 0.0)):
+        for _ in range(3000):  # steps, two ahead
+            marks.append(stream.mark())
+            cuda.busy = max(clock.now, cuda.busy) + work
+            marks.append(stream.mark())
+            clock.now += dice.uniform(0.3, 0.5)
+            if len(marks) > 4:
+                clock.now = max(clock.now, marks[1].event.at)
+            while marks and marks[0].fired:
+                event = marks.popleft()
+                assert abs(event.time - event.event.at) < 1e-4
+        clock.now += pause
+    assert clock.now > 4 * 3600
+    assert cuda.longest < streams.RENEW + 3
+    assert len(cuda.alive) < 12, "events pile up"
+    assert cuda.waits == 0
