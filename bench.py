@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overlap", action="store_true", help="with and without overlap, on the real models"
     )
+    parser.add_argument(
+        "--gpu-check", action="store_true", help="kernels, graphs and cycles on a GPU, no download"
+    )
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the run there")
     parser.add_argument("--picture", type=Path, help="draw simulated steps there (matplotlib)")
     parser.add_argument("--json", type=Path, help="write the result there")
@@ -155,10 +158,19 @@ def _overlapped(arguments: argparse.Namespace, models: dict[str, str]) -> dict[s
     return {"overlap": rows}
 
 
+def _gpu_checked(arguments: argparse.Namespace, models: dict[str, str]) -> dict[str, Any]:
+    """Random weights in the public shape, on the GPU that is here."""
+    from nanodflash.benchmarks import gpu
+
+    return gpu.gpu_check()
+
+
 def _benchmark(arguments: argparse.Namespace) -> tuple[Any, str, Callable[[Any], str]]:
     """What runs, the README's part for it, and its text."""
     from nanodflash.benchmarks import report
 
+    if arguments.gpu_check:
+        return _gpu_checked, "gpu", report.gpu
     if arguments.simulate:
         return _simulated, "simulated", report.simulated
     if arguments.overlap:

@@ -71,13 +71,23 @@ def make_parser() -> Parser:
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="replay steps from traces (on a CPU so far) instead of running each from Python",
+        help="replay captured steps instead of running each from Python",
     )
     models.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default="auto",
         help="book beside the running step (on CUDA)",
+    )
+    models.add_argument(
+        "--verify-width",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        default="auto",
+        metavar="W",
+        help="rows of a block that are verified; auto measures what pays, on CUDA",
+    )
+    models.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="%(default)s"
     )
     models.add_argument("--device", default="auto", help="auto, cpu or cuda")
     models.add_argument("--dtype", default="auto", help="auto, bf16, fp32 or fp64")
@@ -168,7 +178,8 @@ def run(argv: list[str] | None) -> int:
     if args.quiet or sys.stderr is None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    from nanodflash.llm import DTYPES, LLM  # torch: slow to import, and not needed until here
+    from nanodflash.llm import LLM  # torch: slow to import, and not needed until here
+    from nanodflash.options import DTYPES
 
     with LLM(
         args.model,
@@ -180,6 +191,8 @@ def run(argv: list[str] | None) -> int:
         max_seqs=args.max_seqs,
         graphs=args.graphs,
         overlap=args.overlap,
+        verify_width=args.verify_width,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         trace=args.trace,
         revision=args.revision,
         draft_revision=args.draft_revision,
@@ -202,6 +215,10 @@ def run(argv: list[str] | None) -> int:
         if not args.json:
             for line in outcome.lines():
                 screen.note(line)
+            widths = llm.metrics.widths
+            if len(widths) > 1:  # measured
+                told = ", ".join(f"{width} in {widths[width]}" for width in sorted(widths))
+                screen.note(f"rows of a block that were verified: {told} steps")
             return code
         about = {
             "model": args.model,

@@ -5,6 +5,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,16 +29,25 @@ from nanodflash.engine.paging import PageStats
 from nanodflash.engine.progress import show_progress
 from nanodflash.engine.sequence import Chunk, GenerationOutput
 from nanodflash.engine.steps import ModelSteps
-from nanodflash.engine.streams import open_stream
+from nanodflash.engine.streams import Stream, open_stream
 from nanodflash.engine.trace import Trace
+from nanodflash.engine.width import VerifyWidth
 from nanodflash.models.config import DraftConfig, TargetConfig, check_pair
 from nanodflash.models.dflash import DFlash
 from nanodflash.models.qwen3 import Qwen3
+from nanodflash.options import (
+    block_size_of,
+    choose_ops,
+    device_of,
+    dtype_of,
+    model_len,
+    num_pages_of,
+    overlaps,
+    verify_width_of,
+)
 from nanodflash.tokenizer import StreamDecoder, Tokenizer
 
 BUNDLED = Path(__file__).parent / "assets"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CPU_MODEL_LEN = 4096
 
 Prompt = str | Sequence[int]
 
@@ -58,14 +68,20 @@ class LLM:
                        4096 on a CPU.
         page_size:     tokens a page.
         num_pages:     pages of each pool, the dummy page included; None holds `max_seqs` full
-                       sequences.
+                       sequences, on a GPU as far as there is room.
         max_seqs:      requests that run at once; more wait their turn.
         max_prefill:   tokens a step, blocks and prompt chunks together; None is 512 beside a block
                        of every request. More finish prompts sooner, and stall blocks for longer.
         prefix_cache:  keep full pages of ended requests for prompts that start alike.
-        graphs:        replay captured steps where that is possible; False runs all from Python.
+        graphs:        replay captured steps (CUDA graphs, traces on a CPU) where that is possible;
+                       False runs all from Python.
         overlap:       plan and book beside the running step, in a thread of its own; "auto" does on
                        CUDA. On a CPU both would share its cores.
+        verify_width:  rows of a block that the target verifies; "measure" finds what pays at each
+                       batch size; "auto" does so on CUDA, and is the whole block on a CPU.
+        reference_ops: operations of `nanodflash.ops.NAMES` that run as they are defined, not as
+                       kernels.
+        gpu_memory_utilization: share of a GPU's memory that may be in use.
         trace:         file that a Chrome trace of the engine is written to when it closes.
         proposer:      (tokens [B, Lmax], len [B]) -> ids [B, S-1], instead of the drafter's ids;
                        tokens[b, len[b]] is the last emitted one.
@@ -91,6 +107,9 @@ class LLM:
         prefix_cache: bool = True,
         graphs: bool = True,
         overlap: bool | str = "auto",
+        verify_width: int | str = "auto",
+        reference_ops: Sequence[str] = (),
+        gpu_memory_utilization: float = 0.9,
         trace: str | Path | None = None,
         proposer: Proposer | None = None,
         seed: int | None = None,
@@ -102,8 +121,8 @@ class LLM:
         self._trace_file = Path(trace) if trace is not None else None
         if self._trace_file is not None:
             self._trace_file.write_text("")  # what cannot be written is known before any work
-        self.device = _device(device)
-        self.dtype = _dtype(dtype, self.device)
+        self.device = device_of(device)
+        self.dtype = dtype_of(dtype, self.device)
         checkpoint = _open(model, "target", revision)
         target_config = TargetConfig.from_dict(checkpoint.config, str(model))
         draft_checkpoint = draft_config = None
@@ -111,17 +130,23 @@ class LLM:
             draft_checkpoint = _open(draft, "draft", draft_revision)
             draft_config = DraftConfig.from_dict(draft_checkpoint.config, str(draft))
             check_pair(target_config, draft_config)
-        size = _block_size(block_size, draft_config, proposer)
+        size = block_size_of(block_size, draft_config, proposer)
+        place = (self.device, self.dtype)
+        table = choose_ops(reference_ops, *place, target_config, draft_config)
+        width = VerifyWidth(size, verify_width_of(verify_width, size, self.device))
         check_int("max_seqs", max_seqs, 1)
-        self.config = EngineConfig(
-            max_model_len=_model_len(max_model_len, target_config, self.device),
+        config = EngineConfig(
+            max_model_len=model_len(max_model_len, target_config, self.device),
             block_size=size,
             page_size=page_size,
-            num_pages=num_pages,
             max_seqs=max_seqs,
             max_prefill=512 + max_seqs * size if max_prefill is None else max_prefill,
             prefix_cache=prefix_cache,
         )
+        pages = num_pages_of(
+            num_pages, gpu_memory_utilization, target_config, draft_config, config, *place
+        )
+        self.config = config = replace(config, num_pages=pages)
         self.vocab_size = target_config.vocab_size
         self.eos_token_ids = checkpoint.eos_token_ids
         has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
@@ -130,26 +155,32 @@ class LLM:
         limits = [c.max_position_embeddings for c in (draft_config,) if c is not None]
         self.draft_limit = min([self.config.max_model_len, *limits])
 
-        place, config = (self.device, self.dtype), self.config  # `self` would never be collected
-
-        def load() -> Decoder:
+        def load(stream: Stream) -> ModelSteps:  # without `self`, which would never be collected
             target = load_model(Qwen3, target_config, checkpoint, *place)
             drafter = None
             if draft_config is not None and draft_checkpoint is not None:
                 drafter = load_model(DFlash, draft_config, draft_checkpoint, *place)
-            return Decoder(target, drafter, config, proposer)
+            decoder = Decoder(target, drafter, config, proposer, table)
+            return ModelSteps(decoder, graphs, stream.capture if place[0].type == "cuda" else None)
 
-        ahead = _overlap(overlap, self.device)
+        ahead = overlaps(overlap, self.device)
         self._trace = Trace(enabled=trace is not None)
-        self.engine = Engine(
-            lambda: ModelSteps(load(), graphs),
-            lambda: open_stream(place[0], ahead),
-            config,
-            self.draft_limit,
-            draft is not None,
-            ahead,
-            self._trace,
-        )
+        try:
+            self.engine = Engine(
+                load,
+                lambda: open_stream(place[0], ahead),
+                config,
+                self.draft_limit,
+                draft is not None,
+                ahead,
+                self._trace,
+                width,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{self.device} has no room for models and pages: lower gpu_memory_utilization "
+                f"({gpu_memory_utilization}), num_pages or max_seqs, or free it of other work"
+            ) from error
         # A thread must not outlive the interpreter.
         self._finalizer = weakref.finalize(self, self.engine.close)
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -322,62 +353,3 @@ def _given(params: SamplingParams | None) -> SamplingParams:
 
 def _open(name: str | Path, role: str, revision: str | None) -> Checkpoint:
     return open_checkpoint(str(BUNDLED / role if name == "bundled" else name), revision)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}, wanted auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, wanted auto, cpu or cuda")
-    if device.type == "cuda" and torch.cuda.is_available() and device.index is None:
-        # The current device is a thread's own: it must be the caller's, not the engine's.
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r}, but torch sees no CUDA device here")
-    return device
-
-
-def _overlap(wanted: bool | str, device: torch.device) -> bool:
-    if wanted == "auto":
-        return device.type == "cuda"
-    if not isinstance(wanted, bool):
-        raise ValueError(f"overlap is {wanted!r}, wanted auto, True or False")
-    return wanted
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}, wanted auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _model_len(wanted: int | None, target: TargetConfig, device: torch.device) -> int:
-    limit = target.max_position_embeddings
-    if target.rope.rope_type == "dynamic":  # the base would change with the length beyond this
-        limit = min(limit, target.rope.parameters.get("original_max_position_embeddings", limit))
-    if wanted is None:
-        return min(limit, CPU_MODEL_LEN) if device.type == "cpu" else limit
-    check_int("max_model_len", wanted, 2, limit)
-    return wanted
-
-
-def _block_size(wanted: int | None, draft: DraftConfig | None, proposer: Proposer | None) -> int:
-    if draft is None and proposer is None:
-        if wanted not in (None, 1):
-            raise ValueError(f"block_size is {wanted!r}, but there is no drafter to fill a block")
-        return 1
-    if draft is None:
-        if wanted is None:
-            raise ValueError("a proposer without a drafter needs block_size")
-        check_int("block_size", wanted, 2)
-        return wanted
-    if wanted is None:
-        return draft.block_size
-    check_int("block_size", wanted, 2, draft.block_size)
-    return wanted

@@ -177,7 +177,7 @@ class Alone:
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         draft, self.config = decoder.draft, config
         limit = draft.config.max_position_embeddings if draft else config.max_model_len
-        self.runner = Runner(lambda: ModelSteps(decoder), InlineStream(), config)
+        self.runner = Runner(lambda _: ModelSteps(decoder), InlineStream(), config)
         self.chunks: list[Any] = []
         self.scheduler = Scheduler(
             config,

@@ -215,7 +215,7 @@ class Interleaver(World):
         )
         self.device = self.steps
         self.line = self.stream()
-        self.runner = Runner(lambda: self.steps, self.line, self.config)
+        self.runner = Runner(lambda _: self.steps, self.line, self.config)
         self.runner._free = self.buffers = self.ring(self.runner._free)
         self.line.passed = self.buffers.passed
         self.plans: deque[StepPlan] = deque()

@@ -176,6 +176,45 @@ def overlapped(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def gpu(result: dict[str, Any]) -> str:
+    """A Markdown table of a GPU check: cycles against the floor, kernels, what is equal."""
+    lines = [
+        f"{result['device']}, {result['tb_per_second']:.2f} TB/s, {result['tflops']:.0f} TFLOP/s",
+        "",
+        "| requests | context | | step ms | floor ms | ratio | idle | tokens/s at 6.4 a cycle |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["cycles"]:
+        kind = "DFlash" if row["speculate"] else "plain"
+        kind += "" if row["overlap"] else ", no overlap"
+        spent = row["step_ms"] / (1 - row["idle_share"])
+        rate = 1e3 * row["batch"] * (6.4 if row["speculate"] else 1) / spent
+        lines.append(
+            f"| {row['batch']} | {row['context']} | {kind} | {row['step_ms']:.2f} "
+            f"| {row['floor_ms']:.2f} | {row['step_ms'] / row['floor_ms']:.2f} "
+            f"| {row['idle_share']:.2%} | {rate:.0f} |"
+        )
+    lines += [
+        "",
+        "| kernel | requests | context | us | of peak bandwidth |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['kernel']} | {row['batch']} | {row['context']} | {1e3 * row['ms']:.1f} "
+        f"| {row['share']:.0%} |"
+        for row in result["kernels"]
+    ]
+    same, tests = result["same"], result["tests"]
+    lines += [
+        "",
+        f"Graphs are what eager steps are: {same['graphs_are_eager']}. Tokens are the same "
+        f"whatever is proposed: {same['whatever_is_proposed']}. Plain decoding has the same first "
+        f"{same['plain_same_until']} of {same['new_tokens']} tokens. Kernel tests: "
+        f"{tests.get('last', 'no checkout')}. {result['seconds']:.0f} s.",
+    ]
+    return "\n".join(lines)
+
+
 def update_readme(path: Path, part: str, text: str) -> None:
     """Put `text` between the README's markers of a part."""
     begin, end = f"<!-- bench: {part} -->", f"<!-- /bench: {part} -->"

@@ -35,9 +35,7 @@ class SimulatedSteps:
         texts: ids that are emitted over and over.
     """
 
-    def __init__(
-        self, stream: SimulatedStream, config: EngineConfig, seconds: float, texts: list[int]
-    ) -> None:
+    def __init__(self, stream: Any, config: EngineConfig, seconds: float, texts: list[int]) -> None:
         self.device = torch.device("cpu")
         self._stream, self._seconds = stream, seconds
         # Per slot, as on a device: len, budget, epoch, state (1 = alive).
@@ -124,10 +122,9 @@ class Simulation:
         self._tokenizer = Tokenizer.from_folder(BUNDLED / "target")
         self._ids = self._tokenizer.encode("Gina buys 3 flowers at 8 dollars each. 3 * 8 = 24. ")
         self._streamed, self._rng = streamed, random.Random(clients)
-        stream = SimulatedStream()
         self.engine = Engine(
-            lambda: SimulatedSteps(stream, self.config, seconds, self._ids),
-            lambda: stream,
+            lambda stream: SimulatedSteps(stream, self.config, seconds, self._ids),
+            SimulatedStream,
             self.config,
             draft_limit=self.config.max_model_len,
             drafts=True,

@@ -47,6 +47,18 @@ class EagerCycle:
         """`commit_step`."""
         return commit_step(self.decoder, slots, verified)
 
+    def run(self, slots: Tensor, mark: Callable[[str], None]) -> Result:
+        """All of it, for slots [B]; `mark` is called with the name of a part when it ends."""
+        proposals = None
+        if self.facts.width > 1:
+            proposals = self.draft(slots)
+            mark("draft")
+        verified = self.verify(slots, proposals)
+        mark("verify")
+        result = self.commit(slots, verified)
+        mark("commit")
+        return result
+
 
 class TracedCycle(EagerCycle):
     """The same for one key (batch size and facts), replayed from traces.

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from queue import SimpleQueue
 
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.plan import StepPlan
+from nanodflash.decoding.plan import EMITTED, RAW_ACCEPTED, StepPlan
 from nanodflash.engine.metrics import EngineMetrics
 from nanodflash.engine.paging import PageStats
 from nanodflash.engine.runner import DEPTH, Runner, Steps, Ticket
@@ -25,7 +26,9 @@ from nanodflash.engine.scheduler import Scheduler
 from nanodflash.engine.sequence import Chunk, GenerationOutput, Sequence
 from nanodflash.engine.streams import Stream
 from nanodflash.engine.trace import Trace
+from nanodflash.engine.width import VerifyWidth
 
+CYCLE = ("draft", "verify", "commit")  # parts of a step
 THREADS = ("nanodflash", "nanodflash-device", "nanodflash-stream")
 
 
@@ -116,27 +119,31 @@ class Engine:
     """Takes requests at any time from any thread and keeps the device full.
 
     Args:
-        make_steps:  loads what does the work of steps; its errors are raised here.
+        make_steps:  loads what does the work of steps, given their stream; its errors are raised
+                     here.
         open_stream: opens the stream that they run on.
         draft_limit: first position at which proposals are not counted.
         drafts:      whether there is a drafter.
         overlap:     launch from a thread of its own, two steps ahead.
         trace:       record what happens when.
+        width:       rows of a block that are verified; None is all of it.
     Attributes:
         metrics: of the engine's life so far.
     """
 
     def __init__(
         self,
-        make_steps: Callable[[], Steps],
+        make_steps: Callable[[Stream], Steps],
         open_stream: Callable[[], Stream],
         config: EngineConfig,
         draft_limit: int,
         drafts: bool,
         overlap: bool = False,
         trace: Trace | None = None,
+        width: VerifyWidth | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, draft_limit, drafts, self._emit)
+        self._width = width or VerifyWidth(config.block_size, config.block_size)
+        self.scheduler = Scheduler(config, draft_limit, drafts, self._emit, self._width.choose)
         self.metrics, self.trace = EngineMetrics(), trace or Trace(enabled=False)
         self._depth = DEPTH if overlap else 1
         self._handles: dict[int, RequestHandle] = {}  # by identity of the sequence
@@ -305,10 +312,19 @@ class Engine:
                 self.scheduler.fail(ticket.error)
             else:
                 self.scheduler.commit(results.finals, results.rows, results.logprobs)
+                self._learn(ticket.plan, times, results.rows)
         self.trace.step(times)
         rows, surplus = len(ticket.plan.rows), self.scheduler.surplus
         self.metrics.count_step(times, rows, self._ended, waited, queues, surplus)
         self._ended = times[-1][1]
+
+    def _learn(self, plan: StepPlan, times: list[tuple[str, float]], rows: list[list[int]]) -> None:
+        """What a cycle with proposals took and kept."""
+        if plan.rows and plan.facts.speculate:
+            took = sum(b - a for (_, a), (part, b) in pairwise(times) if part in CYCLE)
+            kept = [row[RAW_ACCEPTED] for row in rows if row[EMITTED]]
+            self._width.count(len(rows), plan.facts.width, took, kept)
+            self.metrics.count_width(plan.facts.width)
 
     def _emit(self, sequence: Sequence, item: Chunk | BaseException) -> None:
         handle = self._handles[id(sequence)]

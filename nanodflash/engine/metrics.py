@@ -141,6 +141,7 @@ class EngineMetrics:
         running:       requests that ran meanwhile, summed likewise.
         launched:      steps on their way, the new one included -> how often a plan made it so many.
         seconds:       of each part of the steps.
+        widths:        rows of a block that were verified -> steps of so many.
     """
 
     steps: int = 0
@@ -154,6 +155,7 @@ class EngineMetrics:
     running: int = 0
     launched: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
+    widths: Counter[int] = field(default_factory=Counter)
     _lock: threading.Lock = field(
         default_factory=threading.Lock, init=False, repr=False, compare=False
     )
@@ -162,6 +164,11 @@ class EngineMetrics:
         """Count one plan that made so many steps be on their way."""
         with self._lock:
             self.launched[launched] += 1
+
+    def count_width(self, width: int) -> None:
+        """Count one cycle with proposals that verified so much of its blocks."""
+        with self._lock:
+            self.widths[width] += 1
 
     def count_step(
         self,
@@ -217,6 +224,7 @@ class EngineMetrics:
                 self.running - before.running,
                 self.launched - before.launched,
                 {part: s - before.seconds.get(part, 0.0) for part, s in self.seconds.items()},
+                self.widths - before.widths,
             )
 
     def copy(self) -> "EngineMetrics":
@@ -238,6 +246,7 @@ class EngineMetrics:
             "waiting": now.waiting / steps,
             "running": now.running / steps,
             "launched": {str(n): now.launched[n] for n in sorted(now.launched)},
+            "verify_widths": {str(n): now.widths[n] for n in sorted(now.widths)},
             "part_ms": {part: 1e3 * now.seconds[part] / steps for part in now.seconds},
         }
 

@@ -115,11 +115,11 @@ class Runner:
     """Owns the stream, the ring and the device's end of it. One thread launches, one waits.
 
     Args:
-        make_steps: loads what does the work; called where the stream's work is done.
+        make_steps: loads what does the work, given the stream; called where its work is done.
     """
 
     def __init__(
-        self, make_steps: Callable[[], Steps], stream: Stream, config: EngineConfig
+        self, make_steps: Callable[[Stream], Steps], stream: Stream, config: EngineConfig
     ) -> None:
         self.stream, self.config = stream, config
         try:
@@ -128,9 +128,9 @@ class Runner:
             stream.close()
             raise
 
-    def _open(self, make_steps: Callable[[], Steps]) -> None:
+    def _open(self, make_steps: Callable[[Stream], Steps]) -> None:
         stream, config = self.stream, self.config
-        self.steps: Any = stream.call(make_steps)
+        self.steps: Any = stream.call(lambda: make_steps(stream))
         widest = config.max_seqs * max(RECORD + 1 + BITS, RECORD + config.block_size * (1 + BITS))
         # One more than can be launched: a slot is written again only behind its step's event.
         self._free: SimpleQueue[RingSlot] = SimpleQueue()
@@ -163,7 +163,7 @@ class Runner:
                 parts = self._packet[: sum(sizes)].split(sizes)
                 self.steps.run(plan, parts, self._result[:count], mark)
             except BaseException as error:  # also what a caller's proposer raises
-                ticket.error = error
+                ticket.error = _told(error, plan)
                 self.steps.forget(named)
                 mark("failed")
 
@@ -217,6 +217,19 @@ class Runner:
     def close(self) -> None:
         """Wait for what is launched, and end the stream."""
         self.stream.close()
+
+
+def _told(error: BaseException, plan: StepPlan) -> BaseException:
+    """What a step raised; of memory that ran out, what to do."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return error
+    tokens = sum(span.stop - span.start for span in plan.spans)
+    told = MemoryError(
+        f"the device ran out of memory in a step of {len(plan.rows)} blocks and {tokens} prompt "
+        "tokens: lower gpu_memory_utilization, max_seqs or max_prefill"
+    )
+    told.__cause__ = error
+    return told
 
 
 def _result_sizes(plan: StepPlan) -> tuple[int, int, int]:

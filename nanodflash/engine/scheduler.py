@@ -46,6 +46,7 @@ class Scheduler:
                      drafter every row may use the prefix cache.
         emit:        called with (sequence, chunk) for every chunk, in order, or with the
                      exception that ended the request.
+        width:       rows of a step -> how much of each block the target verifies.
     Attributes:
         surplus: rows of cycles that were launched before the host knew of the end of a request.
     """
@@ -56,7 +57,9 @@ class Scheduler:
         draft_limit: int,
         drafts: bool,
         emit: Callable[[Sequence, Chunk | BaseException], None],
+        width: Callable[[int], int] | None = None,
     ) -> None:
+        self.width = width or (lambda rows: config.block_size)
         self.config, self.draft_limit, self.drafts, self.emit = config, draft_limit, drafts, emit
         self.pages = PagePool(config.total_pages, config.page_size)
         self.waiting: list[Sequence] = []  # both in order of arrival
@@ -104,7 +107,7 @@ class Scheduler:
         """A step of rows that speculate, or of rows that do not: the two kinds take turns."""
         deltas: list[PageDelta] = []
         rows, short, bound, kept = self._plan_rows(kind, deltas)
-        width = self.config.block_size if kind else 1
+        width = self.width(len(rows)) if kind and rows else 1
         # Prompts get what the rows leave of the step's tokens, and never nothing.
         floor = min(self.config.page_size, self.config.max_prefill)
         budget = max(self.config.max_prefill - len(rows) * width, floor)

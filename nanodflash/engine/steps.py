@@ -13,20 +13,25 @@ from nanodflash.decoding.packet import apply
 from nanodflash.decoding.plan import Facts, StepPlan
 from nanodflash.decoding.sampling import Logprobs
 from nanodflash.engine.closures import MAX_ROWS, EagerCycle, TracedCycle, round_pages
+from nanodflash.engine.graphs import Capture, CapturedCycle, bucket
+from nanodflash.ops import attention
 
 
 class ModelSteps:
     """Owns the decoder. A `Steps`.
 
     Args:
-        graphs: replay cycles of few rows from traces; off, every step is run from Python.
+        graphs:  replay cycles: captured ones, or traces of cycles of few rows; off, every step is
+                 run from Python.
+        capture: of a stream that can hold a step as a graph.
     """
 
-    def __init__(self, decoder: Decoder, graphs: bool = True) -> None:
-        self.decoder = decoder
+    def __init__(
+        self, decoder: Decoder, graphs: bool = True, capture: Capture | None = None
+    ) -> None:
+        self.decoder, self.graphs, self.capture = decoder, graphs, capture
         self.device = decoder.positions.device
-        self.graphs = graphs and self.device.type == "cpu"
-        self._cycles: dict[tuple[int, Facts, bool], TracedCycle] = {}
+        self._cycles: dict[tuple[int, Facts, bool], EagerCycle] = {}
 
     def run(
         self,
@@ -48,7 +53,7 @@ class ModelSteps:
             made += [first] if first is not None else []
             mark("prefill")
         if plan.rows:
-            made.append(self._cycle(rows, facts, mark))
+            made.append(self.cycle_of(len(rows), facts).run(rows, mark))
         parts = [one.record.flatten() for one in made]
         if facts.sampler == "full":
             parts += [_bits(one.logprobs) for one in made if one.logprobs is not None]
@@ -60,28 +65,24 @@ class ModelSteps:
         """Make the slots of a step that failed inert."""
         self.decoder.state.forget(slots)
 
-    def _cycle(self, rows: Tensor, facts: Facts, mark: Callable[[str], None]) -> Result:
-        cycle = self.cycle_of(len(rows), facts)
-        proposals = None
-        if facts.width > 1:
-            proposals = cycle.draft(rows)
-            mark("draft")
-        verified = cycle.verify(rows, proposals)
-        mark("verify")
-        result = cycle.commit(rows, verified)
-        mark("commit")
-        return result
-
     def cycle_of(self, rows: int, facts: Facts) -> EagerCycle:
-        """The steps for these facts: traced ones are kept by all that is baked into them."""
-        if not self.graphs or rows > MAX_ROWS or facts.sampler == "full":
-            return EagerCycle(self.decoder, facts)
+        """The cycle for these facts: what is replayed is kept by all that is baked into it."""
         size, table = self.decoder.target_pool.page_size, self.decoder.state.page_table
-        pages = min(round_pages(-(-facts.kv_bound // size)), table.shape[1])
+        few = rows <= MAX_ROWS and facts.sampler != "full"
+        if not self.graphs or not (self.capture or few):
+            return EagerCycle(self.decoder, facts)
+        pages = table.shape[1]
+        if self.decoder.ops.attention is attention:  # the definition reads as far as it is told
+            pages = min(round_pages(-(-facts.kv_bound // size)), pages)
         facts = replace(facts, kv_bound=pages * size)
+        rows = bucket(rows) if self.capture else rows
         key = (rows, facts, self.decoder.state.counts is None)
         if key not in self._cycles:
-            self._cycles[key] = TracedCycle(self.decoder, facts)
+            self._cycles[key] = (
+                CapturedCycle(self.decoder, facts, rows, self.capture)
+                if self.capture
+                else TracedCycle(self.decoder, facts)
+            )
         return self._cycles[key]
 
 

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 RENEW = 10.0  # seconds, after which CUDA times are counted from a newer event
@@ -73,6 +74,15 @@ class Stream(Protocol):
         """Do `make` where the stream's work is done, wait, and return or raise what it gives."""
         ...
 
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """Inside work: hold `work` as a graph.
+
+        Returns:
+            What replays it, and what it gives: tensors that every replay writes again, and that
+            are the caller's to keep for as long as it may be replayed.
+        """
+        ...
+
     def close(self) -> None:
         """Finish what was submitted; no thread is left behind."""
         ...
@@ -120,6 +130,20 @@ class InlineStream:
     def call(self, make: Callable[[], T]) -> T:
         """A plain call."""
         return make()
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """A closure over the same buffers: `work` is run again, into the tensors of its first run.
+
+        Unlike a device it runs `work` when it captures: that must leave no trace.
+        """
+        made = work()
+
+        def replay() -> None:
+            for old, new in zip(tree_leaves(made), tree_leaves(work()), strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+        return replay, made
 
     def close(self) -> None:
         """Nothing to end."""
@@ -234,6 +258,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._latest: CudaEvent | None = None
+        self._pool: Any = None  # of graphs
         self._meet()
 
     def _meet(self) -> None:
@@ -280,6 +305,19 @@ class CudaStream:
             made = make()
         self._stream.synchronize()
         return made
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """A CUDA graph; all of a stream's share one pool, since it replays them one by one.
+
+        The error mode is the thread's own: another one waits for events meanwhile.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+            made = work()
+        return graph.replay, made
 
     def close(self) -> None:
         """Waits for the device."""

@@ -172,7 +172,7 @@ class World:
         self.config, self.depth, self.skill = config, depth, skill
         proposer = self._propose if skill and config.block_size > 1 else None
         decoder = Decoder(target(), draft() if drafts else None, config, proposer)
-        self.runner = Runner(lambda: ModelSteps(decoder, graphs), InlineStream(), config)
+        self.runner = Runner(lambda _: ModelSteps(decoder, graphs), InlineStream(), config)
         self.scheduler = Scheduler(config, LIMIT, drafts, self._emit)
         pools = [pool for pool in (decoder.target_pool, decoder.draft_pool) if pool is not None]
         self.pages = PoisonedPool(

@@ -372,7 +372,7 @@ class Bench:
         target, draft = kit.make_target(**TARGET), kit.make_draft(**DRAFT)
         self.decoder = Decoder(target, draft, self.config, proposer)
         self.steps = ModelSteps(self.decoder, graphs)
-        self.runner = Runner(lambda: self.steps, stream or InlineStream(), self.config)
+        self.runner = Runner(lambda _: self.steps, stream or InlineStream(), self.config)
         self.number, self.text = 0, []
 
     def run(self, plan: StepPlan) -> Any:

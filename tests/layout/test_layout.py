@@ -19,7 +19,8 @@ ALLOWED = {
     "decoding": {"models", "ops"},
     "engine": {"decoding", "models", "ops", "tokenizer"},
     "checkpoint": {"models"},
-    "llm": {"engine", "decoding", "models", "ops", "checkpoint", "tokenizer"},
+    "options": {"engine", "decoding", "models", "ops"},
+    "llm": {"options", "engine", "decoding", "models", "ops", "checkpoint", "tokenizer"},
     "requests": {"llm", "engine"},
     "cli": {"requests", "llm", "engine", "tokenizer"},
     "train": {"models", "decoding", "ops", "checkpoint", "tokenizer", "llm"},
@@ -34,6 +35,8 @@ NO_TORCH = [
     "engine.paging",
     "engine.scheduler",
     "engine.metrics",
+    "engine.memory",
+    "engine.width",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

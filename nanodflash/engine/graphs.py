@@ -1,0 +1,74 @@
+"""CUDA graphs: a cycle is two replays, draft, and verify with commit.
+
+A graph holds what was true when it was captured: shapes, addresses, every fact of the step. So one
+belongs to a key (rows, facts, whether ids are counted), and what changes from step to step is read
+from buffers that stay: the slots, kept here, and what the decoder knows of a slot. The rows that
+a step lacks are padding rows: they name the spare slot, which is never active and whose page table
+is the dummy page.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodflash.decoding.cycle import Decoder, Result
+from nanodflash.decoding.plan import Facts
+from nanodflash.engine.closures import EagerCycle
+
+WARM_UP = 2  # runs before a capture: kernels are compiled, libraries make their workspaces
+Capture = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
+
+
+def bucket(rows: int) -> int:
+    """Rows of the graph that a step of `rows` uses: 1, 2, 4, 8, then every eighth."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+
+
+class CapturedCycle(EagerCycle):
+    """The cycle of one key, captured when it is made.
+
+    Args:
+        rows:    B of the graphs.
+        capture: `Stream.capture`.
+    """
+
+    def __init__(self, decoder: Decoder, facts: Facts, rows: int, capture: Capture) -> None:
+        super().__init__(decoder, facts)
+        state = decoder.state.len
+        self._spare = len(state) - 1
+        self._slots = torch.full((rows,), self._spare, device=state.device)
+        self._proposals: Tensor | None = None
+        self._draft: Callable[[], object] | None = None
+        for _ in range(WARM_UP):  # of padding rows alone, which change nothing
+            super().run(self._slots, lambda _: None)
+        if facts.width > 1 and decoder.proposer is not None:  # foreign code: run, not captured
+            size = (rows, decoder.block_size - 1)
+            self._proposals = torch.zeros(size, dtype=torch.int64, device=state.device)
+        elif facts.width > 1:
+            self._draft, self._proposals = capture(lambda: self.draft(self._slots))
+        self._finish, self._result = capture(self._verify_and_commit)
+
+    def _verify_and_commit(self) -> Result:
+        return self.commit(self._slots, self.verify(self._slots, self._proposals))
+
+    @torch.inference_mode()
+    def run(self, slots: Tensor, mark: Callable[[str], None]) -> Result:
+        """Replay for `slots`. The result is the graph's own: read it before the next replay."""
+        count = len(slots)
+        self._slots[:count].copy_(slots)
+        self._slots[count:].fill_(self._spare)
+        if self._proposals is not None:
+            if self._draft is not None:
+                self._draft()
+            else:
+                self._proposals[:count].copy_(self.draft(slots))
+            mark("draft")
+        self._finish()
+        mark("verify")
+        record, logprobs = self._result
+        if logprobs is not None:
+            chosen, values, ids = logprobs
+            logprobs = (chosen[:count], values[:count], ids[:count])
+        return Result(record[:count], logprobs)
