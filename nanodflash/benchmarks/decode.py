@@ -16,6 +16,7 @@ from nanodflash.engine.metrics import Metrics
 from nanodflash.train import corpus
 
 CYCLE = ("draft", "verify", "commit")
+WARM_UP = 2  # whole rounds, never samples: cycles are traced when they were used often
 
 
 def prompt_set(llm: LLM, count: int) -> list[list[int]]:
@@ -41,8 +42,8 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
         tau with its histogram, milliseconds of a cycle by step, whether the tokens are identical.
     """
     params = SamplingParams(max_new_tokens=max_new)
-    for speculate in (True, False):
-        one_by_one(llm, prompts, params, speculate)  # a whole round of warm-up, never a sample
+    for speculate in (True, False) * WARM_UP:
+        one_by_one(llm, prompts, params, speculate)
     samples: dict[str, list[dict[str, float]]] = {"speculative": [], "plain": []}
     tokens: dict[str, list[list[int]]] = {}
     metrics = Metrics()

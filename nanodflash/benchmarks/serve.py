@@ -8,11 +8,12 @@ from typing import Any
 
 from nanodflash import LLM, SamplingParams
 from nanodflash.benchmarks import decode
+from nanodflash.engine.closures import MAX_ROWS
 
 REQUESTS_EACH = 3  # requests a client sends, one after another
-# A cycle of few rows is traced once its key was used often, which takes a third of a second: so
-# many passes over 8 prompts, one by one, leave none for the next. Fewer uses than that never trace.
-WARM_UP = 4
+# A cycle of few rows is traced once its key was used often, which takes a second: so many passes
+# over 8 prompts, one by one, leave none for the next.
+WARM_UP = 10
 
 
 def run_concurrency(
@@ -101,7 +102,7 @@ def run_overlap(
             with llm_of(name == "on") as llm:
                 prompts = decode.prompt_set(llm, count)
                 work = [prompts[i : i + clients] for i in range(0, count, clients)]
-                for some in work * WARM_UP:
+                for some in work * (WARM_UP if clients <= MAX_ROWS else 1):
                     llm.generate(some, params)
                 before, began = llm.metrics.copy(), time.perf_counter()
                 for some in work:

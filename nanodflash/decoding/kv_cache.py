@@ -24,12 +24,16 @@ class Sight(NamedTuple):
 
 
 class KVPool:
-    """All pages of one model: `rows` [L, N, P, 2, Hkv, D]. Page 0 is the dummy page."""
+    """All pages of one model: `rows` [L, N + 1, P, 2, Hkv, D].
+
+    Page 0 is the dummy page. Page N has no id that is ever given out: it stays zero, and stands for
+    what is not written (`ops.row_places`).
+    """
 
     def __init__(
         self, config: TransformerConfig, num_pages: int, page_size: int, like: Tensor
     ) -> None:
-        shape = (config.num_hidden_layers, num_pages, page_size, 2)
+        shape = (config.num_hidden_layers, num_pages + 1, page_size, 2)
         heads = (config.num_key_value_heads, config.head_dim)
         self.rows = like.new_zeros(*shape, *heads)
         self.page_size = page_size

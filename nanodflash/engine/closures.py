@@ -1,17 +1,22 @@
 """A fast CPU step: what a CUDA graph is on a GPU, a traced closure is here.
 
 At the size of a small model most of a step's time goes to dispatching its operations from Python.
-A cycle whose shapes are known is traced once and replayed. What a step writes (state and pages) is
-an input of its trace: the optimiser takes constants for immutable, and would drop the writes.
-Weights are constants. Since no step asks the device for anything, a trace holds for every value
-that its buffers take.
+A cycle whose shapes are known is traced once and replayed, in two steps: to a flat list of
+operators in which shapes are numbers, without what needs to be done only once; and that list to
+TorchScript, whose interpreter is not Python. What a step writes (state and pages) is an input of
+its trace: the optimiser takes constants for immutable, and would drop the writes. Weights are
+constants. Since no step asks the device for anything, a trace holds for every value that its
+buffers take.
 """
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from nanodflash.decoding.cycle import (
     Decoder,
@@ -23,7 +28,7 @@ from nanodflash.decoding.cycle import (
 )
 from nanodflash.decoding.plan import Facts
 
-AFTER = 96  # uses of a key before it is traced: what a trace costs is saved in about so many
+AFTER = 256  # uses of a key before it is traced: what that costs is saved in about so many
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 
 Tensors = tuple[Tensor, ...]
@@ -71,9 +76,8 @@ class TracedCycle(EagerCycle):
         super().__init__(decoder, facts)
         self.after = AFTER if after is None else after
         pools = (decoder.target_pool, decoder.draft_pool)
-        self._written = _present(
-            *vars(decoder.state).values(), *(pool.rows for pool in pools if pool is not None)
-        )
+        self._state = _present(*vars(decoder.state).values())
+        self._written = (*self._state, *(pool.rows for pool in pools if pool is not None))
         self._uses: dict[str, int] = {}
         self._traced: dict[str, Callable[..., Tensors]] = {}
 
@@ -116,22 +120,65 @@ class TracedCycle(EagerCycle):
             return step(*inputs)
 
     def _trace(self, name: str, step: Callable[..., Tensors], inputs: Tensors) -> Tensors:
-        """Trace a step by running it, once: a second run would commit a second time."""
-        made: list[Tensors] = []
+        """Trace a step by running it."""
+        from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
+
+        given, made = (*inputs, *self._written), list[Tensors]()
+        # It runs twice. K/V rows are written alike both times; what is known of the slots must be
+        # as it was, since a second commit would be one more.
+        before = [tensor.clone() for tensor in self._state]
+        graph = _lean(make_fx(lambda *given: step(*given[: len(inputs)]))(*given))
+        for tensor, value in zip(self._state, before, strict=True):
+            tensor.copy_(value)
 
         def recorded(*given: Tensor) -> Tensors:
-            made.append(step(*given[: len(inputs)]))  # the others it finds in the decoder
+            made.append(graph(*given))
             return made[-1]
 
         with warnings.catch_warnings():
-            # The tracer warns that lengths and shapes become constants: they are the key.
-            warnings.simplefilter("ignore")
-            traced = torch.jit.trace(recorded, (*inputs, *self._written), check_trace=False)
-        if not made:  # PYTORCH_JIT=0: nothing is traced, and nothing was run
-            traced = lambda *given: step(*given[: len(inputs)])  # noqa: E731
-            made.append(step(*inputs))
-        self._traced[name] = traced
-        return made[0]
+            warnings.simplefilter("ignore")  # whatever the tracer has to say of constants
+            self._traced[name] = torch.jit.trace(recorded, given, check_trace=False)
+        return made[0] if made else self._traced[name](*given)  # PYTORCH_JIT=0: it was not run
+
+
+def _lean(graph: GraphModule) -> GraphModule:
+    """Take out of a list of operators what need not be done at every replay: what depends on
+    weights alone, views of views, and views that are there already.
+    """
+    aten, nodes = torch.ops.aten, graph.graph
+    reshapes = (aten.view.default, aten._unsafe_view.default)
+    views = (*reshapes, aten.select.int, aten.slice.Tensor, aten.unsqueeze.default)
+    seen: dict[tuple[object, str], Node] = {}
+    for node in list(nodes.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or _is_written(node):
+            continue
+        if node.target in reshapes:
+            source: Any = node.args[0]
+            while source.target in reshapes:
+                source = source.args[0]
+            node.args = (source, *node.args[1:])
+        same = seen.setdefault((node.target, str(node.args)), node)
+        if node.target in views and same is not node:
+            node.replace_all_uses_with(same)
+        elif all(source.op == "get_attr" for source in node.all_input_nodes):
+            args, kwargs = map_arg(
+                (node.args, node.kwargs), lambda n: getattr(graph, str(n.target))
+            )
+            value = node.target(*args, **kwargs)
+            if isinstance(value, Tensor):
+                graph.register_buffer(f"made_{node.name}", value)
+                with nodes.inserting_before(node):
+                    node.replace_all_uses_with(nodes.get_attr(f"made_{node.name}"))
+    nodes.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _is_written(node: Node) -> bool:
+    """Whether an operator writes into a tensor, or into what this one gives."""
+    targets = [node.target, *(user.target for user in node.users if user.args[:1] == (node,))]
+    schemas = [target._schema for target in targets if isinstance(target, torch._ops.OpOverload)]
+    return any(schema.is_mutable for schema in schemas)
 
 
 def _present(*tensors: Tensor | None) -> Tensors:

@@ -42,6 +42,9 @@ from nanodflash.ops.rows import (
     rms_norm as rms_norm,
 )
 from nanodflash.ops.rows import (
+    row_places as row_places,
+)
+from nanodflash.ops.rows import (
     silu_mul as silu_mul,
 )
 from nanodflash.ops.rows import (

@@ -20,8 +20,10 @@ class Rotary(NamedTuple):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., C] scaled to unit mean square, rounded to its dtype, times `weight` [C] or [H, C]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    # eps + the mean square, in one pass
+    square = torch.addcmul(wide.new_full((), eps), length, length, value=1 / x.shape[-1])
+    return (wide * square.rsqrt()).to(x.dtype) * weight
 
 
 def add_rms_norm(h: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -140,25 +142,35 @@ def attention_mask(
     return mask.masked_fill_(unseen, float("-inf"))[:, None]
 
 
-def paged_attention(
-    q: Tensor, rows: Tensor, pages: Tensor, mask: Tensor, unwritten: Tensor
-) -> Tensor:
+def row_places(pages: Tensor, end: Tensor, keys: Tensor, like: Tensor) -> Tensor:
+    """Where the rows of all positions lie, page * P + offset, [B, K].
+
+    What lies behind `end` counts for nothing, whatever it holds. A NaN times zero would still be
+    NaN: such a position reads the last row of the pool, which nobody writes and which is zero.
+
+    Args:
+        pages: [B, n] int64 page ids in order of position.  end: [B] int64.
+        keys:  [n*P] int64, 0, 1, 2, ...  like: [..., N, P, 2, Hkv, D], the pool.
+    """
+    num_pages, size = like.shape[-5:-3]
+    places = (pages[:, :, None] * size + keys[:size]).flatten(1)
+    return torch.where(keys < end[:, None], places, num_pages * size - 1)
+
+
+def paged_attention(q: Tensor, rows: Tensor, places: Tensor, mask: Tensor) -> Tensor:
     """Attention of S query rows a request over its pages.
 
     Args:
-        q:         [B, S, Hq, D].  rows: [N, P, 2, Hkv, D].
-        pages:     [B, n] int64 page ids in order of position.
-        mask:      [B, 1, S, n*P] from `attention_mask`.
-        unwritten: [B, n*P] bool, places behind the block. Whatever they hold counts for nothing:
-                   a NaN times zero would still be NaN, so K and V are cleared.
+        q:      [B, S, Hq, D].  rows: [N, P, 2, Hkv, D], the last page all zero.
+        places: [B, K] int64, where the row of each position lies, from `row_places`.
+        mask:   [B, 1, S, K] from `attention_mask`.
     Returns:
         [B, S, Hq, D].
     """
-    # Whole pages as rows of a matrix: the one shape that index_select copies at memory speed.
-    kv = rows.flatten(1).index_select(0, pages.flatten())
-    kv = kv.view(pages.shape[0], -1, *rows.shape[2:])
-    kv.masked_fill_(unwritten[:, :, None, None, None], 0.0)  # `kv` is a copy, and ours
-    k, v = kv.transpose(1, 3).unbind(2)  # [B, Hkv, n*P, D]
+    # As rows of a matrix: the one shape that index_select copies at memory speed.
+    kv = rows.flatten(0, 1).flatten(1).index_select(0, places.flatten())
+    kv = kv.view(*places.shape, *rows.shape[2:])
+    k, v = kv.transpose(1, 3).unbind(2)  # [B, Hkv, K, D]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
     return out.transpose(1, 2)
 
@@ -170,10 +182,10 @@ def attention(
 
     Args:
         pages: [B, n] int64 page ids, in order of position.  start: [B] int64.
-        like:  [..., P, 2, Hkv, D], the pool.
+        like:  [..., N, P, 2, Hkv, D], the pool.
     """
     offsets = torch.arange(size, device=start.device)
     keys = torch.arange(pages.shape[1] * like.shape[-4], device=start.device)
     mask = attention_mask(start, offsets, keys, causal, window, like)
-    unwritten = keys >= (start + size)[:, None]
-    return lambda q, rows: paged_attention(q, rows, pages, mask, unwritten)
+    places = row_places(pages, start + size, keys, like)
+    return lambda q, rows: paged_attention(q, rows, places, mask)

@@ -118,7 +118,7 @@ def make_engine(
 def fill(decoder: Decoder, value: float = float("nan")) -> None:
     for pool in (decoder.target_pool, decoder.draft_pool):
         if pool is not None:
-            pool.rows.fill_(value)
+            pool.rows[:, :-1].fill_(value)
 
 
 def make_sequence(sampling: str, new: int = NEW, speculate: bool = True) -> Sequence:
@@ -203,7 +203,7 @@ def test_speculation_off_leaves_the_draft_pool_alone(size: int, sampling: str) -
     list(engine.run(sequence))
     check_against_script(sequence, sampling, 1, None)
     assert decoder.draft_pool is not None
-    assert (decoder.draft_pool.rows == 7.0).all()
+    assert (decoder.draft_pool.rows[:, :-1] == 7.0).all()
 
 
 @pytest.mark.parametrize("size", [1, 8, 16])
@@ -517,7 +517,7 @@ def test_rows_of_width_one(speculate: bool) -> None:
     for number, row in enumerate(batch.rows):
         ids = (row.prompt + batch.ids(number))[:-1]
         check_pools(batch.decoder, batch.slots[number], ids, tapped=speculate)
-    assert speculate or batch.decoder.draft_pool.rows.isnan().all()
+    assert speculate or batch.decoder.draft_pool.rows[:, :-1].isnan().all()
 
 
 def test_widths_may_alternate() -> None:

@@ -138,7 +138,7 @@ def ours(
     """
     columns = LENGTH // page_size
     pool = KVPool(draft.config, 4 + 2 * columns, page_size, draft.fc)
-    pool.rows.fill_(float("nan"))
+    pool.rows[:, :-1].fill_(float("nan"))
     pages = torch.randperm(3 + 2 * columns, generator=torch.Generator().manual_seed(2)) + 1
     table = torch.zeros(3, columns, dtype=torch.int64)  # the last row is inert
     table[:2] = pages[: 2 * columns].view(2, columns)

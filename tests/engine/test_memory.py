@@ -38,7 +38,7 @@ def test_a_page() -> None:
     from nanodflash.decoding.kv_cache import KVPool
 
     pools = [KVPool(config, 5, 16, torch.zeros(1)) for config in (TARGET, DRAFT)]
-    assert page_bytes([TARGET, DRAFT], 16, 4) == sum(pool.rows.nbytes for pool in pools) // 5
+    assert page_bytes([TARGET, DRAFT], 16, 4) == sum(pool.rows.nbytes for pool in pools) // 6
 
 
 def fits(free: float, total: float = 80, utilization: float = 1.0, **changes: Any) -> int:

@@ -143,10 +143,10 @@ def fresh_rows(ids: Sequence[int]) -> list[Tensor]:
 attend = ops.paged_attention
 
 
-def watched(q: Tensor, rows: Tensor, pages: Tensor, mask: Tensor, unwritten: Tensor) -> Tensor:
+def watched(q: Tensor, rows: Tensor, places: Tensor, mask: Tensor) -> Tensor:
     """Attention that tells of a NaN in what a live row sees: one with a page of its own."""
-    seen = attend(q, rows, pages, mask, unwritten)
-    assert seen[pages[:, 0] > 0].isfinite().all(), "a row has seen NaN"
+    seen = attend(q, rows, places, mask)
+    assert seen[places[:, 0] >= rows.shape[1]].isfinite().all(), "a row has seen NaN"
     return seen
 
 
@@ -351,9 +351,9 @@ def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- that it can fail
 
 
-def uncleared(q: Tensor, rows: Tensor, pages: Tensor, mask: Tensor, unwritten: Tensor) -> Tensor:
+def uncleared(q: Tensor, rows: Tensor, places: Tensor, mask: Tensor) -> Tensor:
     """Attention that leaves places behind the block as they are; the mask alone hides them."""
-    return attend(q, rows, pages, mask, torch.zeros_like(unwritten))
+    return attend(q, torch.cat([rows[:-1], torch.full_like(rows[:1], math.nan)]), places, mask)
 
 
 publish = Scheduler._publish

@@ -28,8 +28,8 @@ def drafted(llm: Any, prompt: Sequence[int], params: SamplingParams) -> tuple[An
 def spoil(llm: Any) -> None:
     """NaN in every page: all are free between requests."""
     decoder = llm.engine.runner.steps.decoder
-    decoder.target_pool.rows.fill_(float("nan"))
-    decoder.draft_pool.rows.fill_(float("nan"))
+    decoder.target_pool.rows[:, :-1].fill_(float("nan"))
+    decoder.draft_pool.rows[:, :-1].fill_(float("nan"))
 
 
 @pytest.mark.parametrize("page", [3, 64])

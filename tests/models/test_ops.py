@@ -125,7 +125,8 @@ def compare_attention(
     pages = [-(-end // page_size) for end in ends]
     shuffled = random.Random(size).sample(range(1, 6 + sum(pages)), sum(pages))
     table = torch.zeros(count, width, dtype=torch.int64)  # page 0 where nothing is allocated
-    rows = torch.full((6 + sum(pages), page_size, 2, heads[1], dim), NAN, dtype=dtype)
+    rows = torch.full((7 + sum(pages), page_size, 2, heads[1], dim), NAN, dtype=dtype)
+    rows[-1] = 0.0  # never given out
     q = noise(count, size, heads[0], dim, seed=1, dtype=dtype)
     kept = []
     for i, end in enumerate(ends):
@@ -137,9 +138,9 @@ def compare_attention(
         kept.append((k, v))
     start, offsets, keys = torch.tensor(starts), torch.arange(size), torch.arange(width * page_size)
     mask = ops.attention_mask(start, offsets, keys, causal, window, q)
-    unwritten = keys >= torch.tensor(ends)[:, None]
+    places = ops.row_places(table, torch.tensor(ends), keys, rows)
     before = rows.clone()
-    got = ops.paged_attention(q, rows, table, mask, unwritten)
+    got = ops.paged_attention(q, rows, places, mask)
     assert torch.equal(rows.isnan(), before.isnan())  # the pool itself is left alone
     assert (got.dtype, got.shape) == (dtype, q.shape)
     bound = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]

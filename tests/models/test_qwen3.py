@@ -199,7 +199,7 @@ class Paged:
     def __init__(self, target: Qwen3, page_size: int) -> None:
         self.target, used = target, -(-LENGTH // page_size)
         self.pool = KVPool(target.config, 3 + BATCH * used, page_size, target.embed_tokens)
-        self.pool.rows.fill_(float("nan"))
+        self.pool.rows[:, :-1].fill_(float("nan"))
         shuffled = torch.randperm(2 + BATCH * used, generator=torch.Generator().manual_seed(3)) + 1
         self.table = torch.zeros(BATCH + 1, used + 2, dtype=torch.int64)  # the last row is inert
         self.table[:BATCH, :used] = shuffled[: BATCH * used].view(BATCH, used)

@@ -39,7 +39,8 @@ class Case:
         counts = [-(-end // page_size) for end in ends]
         order = random.Random(seed).sample(range(1, 4 + sum(counts)), sum(counts))
         self.pages = torch.zeros(len(starts), max(counts) + slack, dtype=torch.int64)
-        self.rows = torch.full((4 + sum(counts), page_size, 2, heads[1], dim), NAN, dtype=dtype)
+        self.rows = torch.full((5 + sum(counts), page_size, 2, heads[1], dim), NAN, dtype=dtype)
+        self.rows[-1] = 0.0  # the definition reads it for what is not written
         for i, (end, count) in enumerate(zip(ends, counts, strict=True)):
             mine = torch.tensor([order.pop() for _ in range(count)])
             self.pages[i, :count] = mine
@@ -54,9 +55,8 @@ class Case:
         keys = torch.arange(self.pages.shape[1] * self.rows.shape[1])
         offsets = torch.arange(self.size)
         mask = ops.attention_mask(self.start, offsets, keys, causal, window, self.q)
-        unwritten = keys >= (self.start + self.size)[:, None]
-        wide = self.rows.float(), mask.float()
-        return ops.paged_attention(self.q.float(), wide[0], self.pages, wide[1], unwritten)
+        places = ops.row_places(self.pages, self.start + self.size, keys, self.rows)
+        return ops.paged_attention(self.q.float(), self.rows.float(), places, mask.float())
 
     def check(self, causal: bool, window: int | None, splits: int | None = None) -> None:
         got = paged_attention(self.q, self.rows, self.pages, self.start, causal, window, splits)
