@@ -162,7 +162,7 @@ def _gpu_checked(arguments: argparse.Namespace, models: dict[str, str]) -> dict[
     """Random weights in the public shape, on the GPU that is here."""
     from nanodflash.benchmarks import gpu
 
-    return gpu.gpu_check()
+    return gpu.gpu_check(lambda line: print(line, flush=True))
 
 
 def _benchmark(arguments: argparse.Namespace) -> tuple[Any, str, Callable[[Any], str]]:

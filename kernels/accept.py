@@ -15,7 +15,7 @@ STOP, BUDGET = tl.constexpr(1), tl.constexpr(2)  # of `decoding.plan`
 RECORD = 6  # columns before the ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "proposals_ptr"])
 def _commit_kernel(
     slots_ptr,
     proposals_ptr,

@@ -22,7 +22,14 @@ PROGRAMS = 256  # about two for every multiprocessor of a large GPU
 ROWS = 4  # rows that one program combines
 
 
-@triton.jit
+# Prompt chunks have any length and lie anywhere in a page table: no variant of each for that.
+ANY = {
+    "do_not_specialize": ["size", "num_places", "row_tiles"],
+    "do_not_specialize_on_alignment": ["pages_ptr", "start_ptr"],
+}
+
+
+@triton.jit(**ANY)
 def _attention_kernel(
     q_ptr,
     rows_ptr,
@@ -128,7 +135,7 @@ def _attention_kernel(
             tl.store(partial_ptr + lane[:, None] * DIM + dims[None, :], acc)
 
 
-@triton.jit
+@triton.jit(**ANY | {"do_not_specialize_on_alignment": ["start_ptr"]})
 def _combine_kernel(
     partial_ptr,
     sums_ptr,

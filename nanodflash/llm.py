@@ -161,7 +161,11 @@ class LLM:
             if draft_config is not None and draft_checkpoint is not None:
                 drafter = load_model(DFlash, draft_config, draft_checkpoint, *place)
             decoder = Decoder(target, drafter, config, proposer, table)
-            return ModelSteps(decoder, graphs, stream.capture if place[0].type == "cuda" else None)
+            if place[0].type != "cuda" or not graphs:
+                return ModelSteps(decoder, graphs)
+            steps = ModelSteps(decoder, graphs, stream.capture)
+            steps.capture_ahead(max_seqs)
+            return steps
 
         ahead = overlaps(overlap, self.device)
         self._trace = Trace(enabled=trace is not None)

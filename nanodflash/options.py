@@ -1,5 +1,6 @@
 """What an LLM's options mean for these models on this machine: device, sizes, operations."""
 
+import gc
 import warnings
 from collections.abc import Sequence
 
@@ -109,6 +110,8 @@ def num_pages_of(
     check_number("gpu_memory_utilization", utilization, lambda x: 0 < x <= 1, "above 0, at most 1")
     if wanted is not None or device.type != "cuda":
         return wanted
+    gc.collect()  # an LLM before this one
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return pages_that_fit(free, total, utilization, target, draft, config, dtype.itemsize)
 
@@ -138,9 +141,9 @@ def _missing(dtype: torch.dtype, head_dims: set[int]) -> str | None:
     """What the kernels need and do not have."""
     if dtype == torch.float64:
         return "the kernels have no fp64"
-    odd = [dim for dim in head_dims if dim < 16 or dim & (dim - 1)]
+    odd = [dim for dim in head_dims if dim not in (16, 32, 64, 128)]
     if odd:
-        return f"the kernels need a head_dim that is a power of two from 16 on, got {odd[0]}"
+        return f"the kernels need a head_dim of 16, 32, 64 or 128, got {odd[0]}"
     try:
         import triton
     except ImportError:

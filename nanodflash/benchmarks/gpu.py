@@ -4,147 +4,32 @@ Needs one GPU and no download: weights are random, in the shape of Qwen3-8B and 
 is accepted is scripted, on the device, since a random drafter is never right.
 """
 
+import gc
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanodflash import ops
 from nanodflash.benchmarks.kernel_times import kernel_times
-from nanodflash.config import EngineConfig, SamplingParams
-from nanodflash.decoding.cycle import Decoder, Proposer
+from nanodflash.benchmarks.random_pair import DRAFT, TARGET, Bench
+from nanodflash.decoding.cycle import Decoder
 from nanodflash.engine import sequence as host
 from nanodflash.engine.engine import Engine, RequestHandle
 from nanodflash.engine.memory import page_bytes, weight_count
-from nanodflash.engine.steps import ModelSteps
-from nanodflash.engine.streams import Stream, open_stream
 from nanodflash.models.config import DraftConfig, TargetConfig
-from nanodflash.models.dflash import DFlash
-from nanodflash.models.qwen3 import Qwen3
 
 # TB/s and dense bf16 TFLOP/s that a device can be expected to reach (B200: an assumption).
 PEAKS = {"B200": (8.0, 1600), "H200": (4.8, 790), "H100": (3.35, 790), "A100": (2.0, 280)}
-ACCEPT = 0.857  # chance that a proposal is right: 6.4 tokens a cycle, as published
 CASES = Path(__file__).parents[2] / "tests" / "kernels" / "cases"
-
-TARGET: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-}
-DRAFT: dict[str, Any] = TARGET | {
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 5,
-    "num_target_layers": 36,
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-}
-
-
-@dataclass
-class Bench:
-    """Random models on a device, and engines for them, one at a time.
-
-    Args:
-        batch, context: the most requests and the longest context of any part.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    target: dict[str, Any]
-    draft: dict[str, Any]
-    batch: int
-    context: int
-    new_tokens: int = 1000
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(0)
-        target, draft = TargetConfig.from_dict(self.target), DraftConfig.from_dict(self.draft)
-        with torch.device(self.device):
-            self.models = (Qwen3(target).to(self.dtype), DFlash(draft).to(self.dtype))
-        for model in self.models:
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.data.normal_(std=0.02)
-                parameter.requires_grad_(False)
-        self.config = EngineConfig(
-            max_model_len=self.context + self.new_tokens + 64,
-            block_size=draft.block_size,
-            max_seqs=self.batch,
-            max_prefill=4096 + self.batch * draft.block_size,
-            prefix_cache=False,
-        )
-        self.table = ops.kernel_ops() if self.device.type == "cuda" else ops.REFERENCE
-        self._decoder: Decoder | None = None
-
-    def decoder(self, table: ops.Ops, proposer: Proposer | None = None) -> Decoder:
-        """With these operations; the one before it is gone."""
-        self._decoder = None
-        self._decoder = Decoder(*self.models, self.config, proposer, table)
-        return self._decoder
-
-    def engine(self, decoder: Decoder, graphs: bool = True, overlap: bool = True) -> Engine:
-        """An engine of its own on the same decoder."""
-
-        def make(stream: Stream) -> ModelSteps:
-            return ModelSteps(
-                decoder, graphs, stream.capture if self.device.type == "cuda" else None
-            )
-
-        limit = self.config.max_model_len
-        stream = lambda: open_stream(self.device, overlap)  # noqa: E731
-        return Engine(make, stream, self.config, limit, True, overlap)
-
-    def request(
-        self, length: int, new: int, speculate: bool = True, seed: int = 0
-    ) -> host.Sequence:
-        """A prompt of random ids."""
-        generator = torch.Generator().manual_seed(seed)
-        vocab = self.models[0].config.vocab_size
-        prompt = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-        return host.Sequence(prompt, params, new, 0, [], speculate, None)
-
-    def scripted(self) -> ops.Ops:
-        """Operations that accept as the public drafter does."""
-        size, table = self.config.block_size, self.table
-        generator = torch.Generator().manual_seed(1)
-        right = torch.rand(4096, size - 1, generator=generator) < ACCEPT
-        runs = right.long().cumprod(1).sum(1).to(self.device)
-        places = torch.arange(size - 1, device=self.device)
-
-        def accept_commit(
-            slots: Tensor, proposals: Tensor, tokens: Tensor, length: Tensor, *rest: Any
-        ) -> Tensor:
-            width = proposals.shape[1]
-            if width:
-                run = runs[(length[slots] * 31 + slots * 7) % len(runs)]
-                head = torch.where(places[:width] < run[:, None], proposals, tokens[:, :width])
-                wrong = (proposals == tokens[:, :width]) & (places[:width] >= run[:, None])
-                head = torch.where(wrong, (head + 1) % 1000, head)
-                tokens = torch.cat((head, tokens[:, width:]), 1)
-            return table.accept_commit(slots, proposals, tokens, length, *rest)
-
-        return replace(table, accept_commit=accept_commit)
 
 
 def run_tokens(engine: Engine, requests: Sequence[host.Sequence]) -> list[list[int]]:
@@ -159,9 +44,10 @@ def run_steps(engine: Engine, requests: Sequence[host.Sequence], steps: int) -> 
     try:
         started = lambda r: len(r.token_ids) > 64  # noqa: E731 (warm: captured, compiled)
         _wait(handles, lambda: all(map(started, requests)))
-        before = engine.metrics.copy()
+        before, tokens = engine.metrics.copy(), sum(len(r.token_ids) for r in requests)
         _wait(handles, lambda: engine.metrics.steps >= before.steps + steps)
-        return (engine.metrics - before).as_dict()
+        spent, tokens = engine.metrics - before, sum(len(r.token_ids) for r in requests) - tokens
+        return spent.as_dict() | {"tau": tokens / spent.rows}
     finally:
         for handle in handles:
             handle.abort()
@@ -199,8 +85,8 @@ def floors(
     }
 
 
-def peaks() -> tuple[float, float]:
-    """TB/s and TFLOP/s of this device; an unknown one is measured by a copy, and has no second."""
+def peaks() -> tuple[float, float | None]:
+    """TB/s and TFLOP/s of this device; of an unknown one the first is that of a copy."""
     name = torch.cuda.get_device_name()
     for known, peak in PEAKS.items():
         if known in name:
@@ -209,29 +95,38 @@ def peaks() -> tuple[float, float]:
 
     source = torch.empty(2**30, dtype=torch.int8, device="cuda")
     into = torch.empty_like(source)
-    return 2 * source.numel() / (do_bench(lambda: into.copy_(source)) * 1e-3) / 1e12, float("inf")
+    return 2 * source.numel() / (do_bench(lambda: into.copy_(source)) * 1e-3) / 1e12, None
 
 
-def kernel_tests() -> dict[str, Any]:
-    """The kernels' own tests, on the device; nothing where this is no checkout."""
+def kernel_tests(seconds: float) -> dict[str, Any]:
+    """The kernels' own tests, on the device, for at most so long; nothing where this is no
+    checkout.
+    """
     if not CASES.is_dir():
         return {"ran": False}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", str(CASES), "-x"]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
     root = CASES.parents[2]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.strip().splitlines()
-    return {
-        "ran": True,
-        "ok": done.returncode == 0,
-        "last": lines[-1] if lines else done.stderr[-300:],
-    }
+    # Without the project's own settings: they name plugins that may not be here.
+    flags = ["-q", "--maxfail=30", "-p", "no:cacheprovider", "-c", os.devnull]
+    flags += ["-m", "not slow", "--import-mode=importlib", f"--rootdir={root}"]
+    flags += ["-o", f"pythonpath={root} {root / 'tests'}"]
+    if importlib.util.find_spec("xdist"):  # compiling is most of it
+        flags += ["-n", str(min(os.cpu_count() or 1, 12))]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *flags, str(CASES)],
+            cwd=root,
+            env=os.environ | {"TRITON_INTERPRET": "0"},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as late:
+        told = late.stdout or b""
+        text = told.decode() if isinstance(told, bytes) else told
+        return {"ran": True, "ok": False, "last": f"not done in {seconds:.0f} s: {text[-200:]}"}
+    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+    failed = [line for line in lines if line.startswith("FAILED")]
+    return {"ran": True, "ok": done.returncode == 0, "last": lines[-1], "failed": failed}
 
 
 def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any]:
@@ -276,6 +171,7 @@ def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any
             _same_until(a, b) for a, b in zip(texts["graphs"], texts["plain"], strict=True)
         ],
         "new_tokens": new,
+        "different_ids": [len(set(text)) for text in texts["graphs"]],
     }
 
 
@@ -284,58 +180,85 @@ def _same_until(a: list[int], b: list[int]) -> int:
 
 
 def run_cycles(
-    bench: Bench, batches: Sequence[int], contexts: Sequence[int], steps: int
+    bench: Bench,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    steps: int,
+    widths: Sequence[int | None],
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a cycle and idle share, overlap on and off, and of a plain step."""
+    """Milliseconds of a step, idle share and tokens a cycle: plain decoding, overlap on and off,
+    and other widths of verification at the largest batch.
+    """
     found = []
     decoder = bench.decoder(bench.scripted())
-    for overlap in (True, False):
-        engine = bench.engine(decoder, overlap=overlap)
+
+    def run(kind: str, batch: int, context: int, engine: Engine, speculate: bool = True) -> None:
+        requests = [
+            bench.request(context, bench.new_tokens, speculate, seed=i) for i in range(batch)
+        ]
+        told = run_steps(engine, requests, steps)
+        found.append({"kind": kind, "batch": batch, "context": context} | told)
+
+    for kind, overlap, width, speculate in (
+        ("DFlash", True, 0, True),
+        ("DFlash, no overlap", False, 0, True),
+        ("plain", True, 0, False),
+        *((f"DFlash, width {width or 'measured'}", True, width, True) for width in widths),
+    ):
+        engine = bench.engine(decoder, overlap=overlap, width=width)
         try:
-            for batch in batches:
+            for batch in batches if width == 0 else batches[-1:]:
                 for context in contexts:
-                    for speculate in (True, False) if overlap else (True,):
-                        requests = [
-                            bench.request(context, bench.new_tokens, speculate, seed=i)
-                            for i in range(batch)
-                        ]
-                        told = run_steps(engine, requests, steps)
-                        head = {"batch": batch, "context": context, "overlap": overlap}
-                        found.append(head | {"speculate": speculate} | told)
+                    run(kind, batch, context, engine, speculate)
         finally:
             engine.close()
+            del engine
+            gc.collect()
     return found
 
 
-def gpu_check() -> dict[str, Any]:
-    """Everything, on the current CUDA device.
+def gpu_check(told: Callable[[str], None]) -> dict[str, Any]:
+    """Everything, on the current CUDA device. A part that fails is a line of the result.
 
+    Args:
+        told: called with each part's result as JSON when it is there: what has run is not lost.
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such device.
     """
     if not torch.cuda.is_available():
         raise ValueError("--gpu-check needs a CUDA device, and torch sees none here")
     began = time.perf_counter()
     bandwidth, arithmetic = peaks()
+    device = torch.device("cuda", torch.cuda.current_device())
+    bench = Bench(device, torch.bfloat16, TARGET, DRAFT, batch=32, context=4096)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "tb_per_second": bandwidth,
         "tflops": arithmetic,
-        "tests": kernel_tests(),
     }
-    device = torch.device("cuda", torch.cuda.current_device())
-    bench = Bench(device, torch.bfloat16, TARGET, DRAFT, batch=32, context=4096)
-    result["same"] = same_tokens(bench, (5, 64, 300, 1000), new=48)
-    result["kernels"] = [
-        row
-        for shape in ((1, 512), (32, 512), (1, 4096))
-        for row in kernel_times(bench.models[0], bench.table, 16, *shape, bandwidth)
-    ]
-    result["cycles"] = run_cycles(bench, (1, 8, 32), (512, 4096), steps=40)
+    parts: dict[str, Callable[[], Any]] = {
+        "same": lambda: same_tokens(bench, (5, 64, 300, 1000), new=48),
+        "cycles": lambda: run_cycles(bench, (1, 8, 32), (512, 4096), 40, (8, None)),
+        "kernels": lambda: [
+            row
+            for shape in ((1, 512), (32, 512), (1, 4096))
+            for row in kernel_times(bench.models[0], bench.table, 16, *shape, bandwidth)
+        ],
+        "tests": lambda: kernel_tests(max(30.0, 350 - (time.perf_counter() - began))),
+    }
+    for name, part in parts.items():
+        try:
+            result[name] = part()
+        except Exception as error:
+            traceback.print_exc()
+            result[name] = {"error": f"{type(error).__name__}: {error}"}
+        told(json.dumps({name: result[name]}))
     target, draft = bench.models[0].config, bench.models[1].config
-    for row in result["cycles"]:
+    for row in result["cycles"] if isinstance(result["cycles"], list) else []:
         floor = floors(target, draft, row["batch"], row["context"], 2)
-        moved = floor["bytes" if row["speculate"] else "plain_bytes"]
-        least = max(moved / bandwidth / 1e12, row["speculate"] * floor["flops"] / arithmetic / 1e12)
-        row["floor_ms"] = 1e3 * least
+        plain = row["kind"] == "plain"
+        seconds = floor["plain_bytes" if plain else "bytes"] / bandwidth / 1e12
+        if arithmetic and not plain:
+            seconds = max(seconds, floor["flops"] / arithmetic / 1e12)
+        row["floor_ms"] = 1e3 * seconds
     return result | {"seconds": time.perf_counter() - began}

@@ -65,15 +65,22 @@ def kernel_times(
         "argmax": (lambda: table.argmax(logits), logits.numel() * item),
         "choose": (lambda: table.choose(logits, *wishes), logits.numel() * item),
     }
-    layer = model.layers[0]
     for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-        matrix: Any = getattr(layer, name)
-        given = new(rows, matrix.shape[1])
-        calls[f"matrix {name}"] = (partial(F.linear, given, matrix), matrix.numel() * item)
+        # Of several layers in turn: one alone would stay in the cache.
+        matrices: list[Any] = [getattr(layer, name) for layer in model.layers[:8]]
+        given = new(rows, matrices[0].shape[1])
+        moved = sum(matrix.numel() for matrix in matrices) * item
+        calls[f"8 x {name}"] = (partial(_products, given, matrices), moved)
     calls["matrix lm_head"] = (lambda: model.logits(x), model.lm_head.numel() * item)
+    torch.cuda.synchronize()  # what is measured runs on another stream
     found = []
     for name, (call, moved) in calls.items():
         ms = do_bench_cudagraph(call, rep=20)
         share = moved / (ms * 1e-3) / (peak * 1e12)
         found.append({"kernel": name, "batch": batch, "context": context, "ms": ms, "share": share})
     return found
+
+
+def _products(given: Tensor, matrices: list[Tensor]) -> None:
+    for matrix in matrices:
+        F.linear(given, matrix)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 SPREADS = ("first_ms", "token_ms")
+GPU_PARTS = ("same", "cycles", "kernels", "tests")
 PUBLISHED = 0.33  # lmsys.org, DFlash with overlap against without, Qwen3-8B on a B200
 
 
@@ -177,42 +178,42 @@ def overlapped(result: dict[str, Any]) -> str:
 
 
 def gpu(result: dict[str, Any]) -> str:
-    """A Markdown table of a GPU check: cycles against the floor, kernels, what is equal."""
-    lines = [
-        f"{result['device']}, {result['tb_per_second']:.2f} TB/s, {result['tflops']:.0f} TFLOP/s",
-        "",
-        "| requests | context | | step ms | floor ms | ratio | idle | tokens/s at 6.4 a cycle |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["cycles"]:
-        kind = "DFlash" if row["speculate"] else "plain"
-        kind += "" if row["overlap"] else ", no overlap"
-        spent = row["step_ms"] / (1 - row["idle_share"])
-        rate = 1e3 * row["batch"] * (6.4 if row["speculate"] else 1) / spent
-        lines.append(
-            f"| {row['batch']} | {row['context']} | {kind} | {row['step_ms']:.2f} "
-            f"| {row['floor_ms']:.2f} | {row['step_ms'] / row['floor_ms']:.2f} "
-            f"| {row['idle_share']:.2%} | {rate:.0f} |"
-        )
-    lines += [
-        "",
-        "| kernel | requests | context | us | of peak bandwidth |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['kernel']} | {row['batch']} | {row['context']} | {1e3 * row['ms']:.1f} "
-        f"| {row['share']:.0%} |"
-        for row in result["kernels"]
-    ]
-    same, tests = result["same"], result["tests"]
-    lines += [
-        "",
-        f"Graphs are what eager steps are: {same['graphs_are_eager']}. Tokens are the same "
-        f"whatever is proposed: {same['whatever_is_proposed']}. Plain decoding has the same first "
-        f"{same['plain_same_until']} of {same['new_tokens']} tokens. Kernel tests: "
-        f"{tests.get('last', 'no checkout')}. {result['seconds']:.0f} s.",
-    ]
-    return "\n".join(lines)
+    """Markdown tables of a GPU check: cycles against the floor, kernels, what is equal."""
+    arithmetic = f", {result['tflops']} TFLOP/s" if result["tflops"] else ""
+    lines = [f"{result['device']}, {result['tb_per_second']:.2f} TB/s{arithmetic}", ""]
+    failed = {part: result[part] for part in GPU_PARTS if "error" in result[part]}
+    lines += [f"{part} failed: {told['error']}" for part, told in failed.items()]
+    if "cycles" not in failed:
+        lines += [
+            "| requests | context | | step ms | floor ms | ratio | idle | tau | tokens/s |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in result["cycles"]:
+            spent = row["step_ms"] / (1 - row["idle_share"])
+            lines.append(
+                f"| {row['batch']} | {row['context']} | {row['kind']} | {row['step_ms']:.2f} "
+                f"| {row['floor_ms']:.2f} | {row['step_ms'] / row['floor_ms']:.2f} "
+                f"| {row['idle_share']:.2%} | {row['tau']:.2f} "
+                f"| {1e3 * row['batch'] * row['tau'] / spent:.0f} |"
+            )
+    if "kernels" not in failed:
+        lines += ["", "| kernel | requests | context | us | of peak |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {row['kernel']} | {row['batch']} | {row['context']} | {1e3 * row['ms']:.1f} "
+            f"| {row['share']:.0%} |"
+            for row in result["kernels"]
+        ]
+    if "same" not in failed:
+        same = result["same"]
+        lines += [
+            "",
+            f"Graphs are what eager steps are: {same['graphs_are_eager']}. Tokens are the same "
+            f"whatever is proposed: {same['whatever_is_proposed']}. Plain decoding has the same "
+            f"first {same['plain_same_until']} of {same['new_tokens']} tokens; different ids in a "
+            f"text: {same['different_ids']}.",
+        ]
+    last = result["tests"].get("last", result["tests"].get("error", "no checkout"))
+    return "\n".join([*lines, "", f"Kernel tests: {last}. {result['seconds']:.0f} s."])
 
 
 def update_readme(path: Path, part: str, text: str) -> None:

@@ -77,6 +77,7 @@ class Verified(NamedTuple):
     """What the target said of a block."""
 
     positions: Tensor  # [B, W]
+    places: Tensor  # [B, W], where their K/V rows lie, in both pools
     block: Tensor  # [B, W], anchor and proposals
     tokens: Tensor  # [B, W], the target's choice after every row
     features: Tensor | None  # [B, W, F*C]
@@ -142,7 +143,8 @@ def prefill_step(
 
 @torch.inference_mode()
 def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
-    """Propose a block for every slot [B]: ids [B, S-1] for the positions after the anchor.
+    """Propose a block for every slot [B]: ids for the positions after the anchor, [B, W-1], or
+    [B, S-1] of a caller's proposer.
 
     The block's K/V rows go to len .. len+S-1 of the draft pool; the commit's injection, or the
     next block, overwrites them.
@@ -156,11 +158,13 @@ def draft_step(decoder: Decoder, slots: Tensor, facts: Facts) -> Tensor:
         table, pool = _table(state, slots), decoder.draft_pool
         memory = paged_memory(pool, table, start, positions, facts.kv_bound, decoder.ops)
         hidden = decoder.draft(decoder.target.embed(block), positions, memory)
-        logits = decoder.target.logits(hidden[:, 1:])
+        # Copied: of a strided slice the head would be a product a row of the batch.
+        logits = decoder.target.logits(hidden[:, 1 : facts.width].clone())
         if facts.sampler == "greedy":
             proposals = decoder.ops.argmax(logits)
         else:
-            proposals = propose(decoder.ops, logits, state, slots, positions[:, 1:])
+            where = positions[:, 1 : facts.width]
+            proposals = propose(decoder.ops, logits, state, slots, where)
     if decoder.proposer is not None:
         proposals = decoder.proposer(state.tokens[slots], start)
         if proposals.shape != (len(slots), size - 1):
@@ -179,7 +183,7 @@ def verify_step(
 
     Args:
         slots:     [B].
-        proposals: [B, S-1]; the first W-1 are verified. None when W is 1.
+        proposals: [B, at least W-1]; the first W-1 are verified. None when W is 1.
     """
     state, width = decoder.state, facts.width
     start, block = state.len[slots], state.anchor[slots][:, None]
@@ -191,7 +195,7 @@ def verify_step(
     taps = decoder.taps if facts.speculate else ()
     hidden, features = decoder.target(block, positions, memory, taps)
     tokens, logprobs = _choose(decoder, hidden, slots, positions + 1, block, facts)
-    return Verified(positions, block, tokens, features, logprobs)
+    return Verified(positions, memory.index, block, tokens, features, logprobs)
 
 
 @torch.inference_mode()
@@ -206,9 +210,7 @@ def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Result:
     """
     if verified.features is not None and decoder.draft is not None:
         assert decoder.draft_pool is not None
-        table = _table(decoder.state, slots)
-        index = row_index(table, verified.positions, decoder.draft_pool.page_size)
-        writer = RowWriter(decoder.draft_pool.rows, index, decoder.ops)
+        writer = RowWriter(decoder.draft_pool.rows, verified.places, decoder.ops)
         decoder.draft.inject(verified.features, verified.positions, writer)
     record = _commit(decoder, slots, verified.block[:, 1:], verified.tokens)
     return Result(record, verified.logprobs)

@@ -28,7 +28,7 @@ from nanodflash.decoding.cycle import (
 )
 from nanodflash.decoding.plan import Facts
 
-AFTER = 256  # uses of a key before it is traced: what that costs is saved in about so many
+AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 
 Tensors = tuple[Tensor, ...]
@@ -93,21 +93,18 @@ class TracedCycle(EagerCycle):
 
         def step(slots: Tensor, *proposals: Tensor) -> Tensors:
             verified = verify_step(self.decoder, slots, (*proposals, None)[0], self.facts)
-            return _present(*verified[:4])
+            return _present(*verified[:5])
 
         given = _present(proposals)
-        positions, block, tokens, *features = self._run("verify", step, slots, *given)
-        return Verified(positions, block, tokens, (*features, None)[0], None)
+        return _verified(self._run("verify", step, slots, *given))
 
     def commit(self, slots: Tensor, verified: Verified) -> Result:
         """`commit_step`."""
 
         def step(slots: Tensor, *given: Tensor) -> Tensors:
-            positions, block, tokens, *features = given
-            known = Verified(positions, block, tokens, (*features, None)[0], None)
-            return (commit_step(self.decoder, slots, known).record,)
+            return (commit_step(self.decoder, slots, _verified(given)).record,)
 
-        return Result(self._run("commit", step, slots, *_present(*verified[:4]))[0], None)
+        return Result(self._run("commit", step, slots, *_present(*verified[:5]))[0], None)
 
     def _run(self, name: str, step: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
         """Run a step as it is, then traced."""
@@ -181,11 +178,17 @@ def _is_written(node: Node) -> bool:
     return any(schema.is_mutable for schema in schemas)
 
 
+def _verified(tensors: Tensors) -> Verified:
+    """Made of what a trace gives: features or none, and no logprobs."""
+    positions, places, block, tokens, *features = tensors
+    return Verified(positions, places, block, tokens, (*features, None)[0], None)
+
+
 def _present(*tensors: Tensor | None) -> Tensors:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def round_pages(pages: int) -> int:
-    """Round up so that few keys occur: exact to 4, then four steps an octave."""
-    grain = 1 << max(pages.bit_length() - 3, 0)
+    """Round up so that few keys occur: 2, 4, then two steps an octave."""
+    grain = max(1 << max(pages.bit_length() - 2, 0), 2)
     return -(-pages // grain) * grain

@@ -28,7 +28,7 @@ from nanodflash.engine.streams import Stream
 from nanodflash.engine.trace import Trace
 from nanodflash.engine.width import VerifyWidth
 
-CYCLE = ("draft", "verify", "commit")  # parts of a step
+NO_CYCLE = ("prefill", "capture")  # parts of a step that have nothing to do with its rows
 THREADS = ("nanodflash", "nanodflash-device", "nanodflash-stream")
 
 
@@ -321,7 +321,8 @@ class Engine:
     def _learn(self, plan: StepPlan, times: list[tuple[str, float]], rows: list[list[int]]) -> None:
         """What a cycle with proposals took and kept."""
         if plan.rows and plan.facts.speculate:
-            took = sum(b - a for (_, a), (part, b) in pairwise(times) if part in CYCLE)
+            parts = [(part, b - a) for (_, a), (part, b) in pairwise(times)]
+            took = sum(seconds for part, seconds in parts if part not in NO_CYCLE)
             kept = [row[RAW_ACCEPTED] for row in rows if row[EMITTED]]
             self._width.count(len(rows), plan.facts.width, took, kept)
             self.metrics.count_width(plan.facts.width)

@@ -21,11 +21,6 @@ WARM_UP = 2  # runs before a capture: kernels are compiled, libraries make their
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 
 
-def bucket(rows: int) -> int:
-    """Rows of the graph that a step of `rows` uses: 1, 2, 4, 8, then every eighth."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
-
-
 class CapturedCycle(EagerCycle):
     """The cycle of one key, captured when it is made.
 
@@ -41,12 +36,15 @@ class CapturedCycle(EagerCycle):
         self._slots = torch.full((rows,), self._spare, device=state.device)
         self._proposals: Tensor | None = None
         self._draft: Callable[[], object] | None = None
-        for _ in range(WARM_UP):  # of padding rows alone, which change nothing
-            super().run(self._slots, lambda _: None)
-        if facts.width > 1 and decoder.proposer is not None:  # foreign code: run, not captured
+        if facts.width > 1:
             size = (rows, decoder.block_size - 1)
             self._proposals = torch.zeros(size, dtype=torch.int64, device=state.device)
-        elif facts.width > 1:
+        own = facts.width > 1 and decoder.proposer is None  # a caller's is run, not captured
+        for _ in range(WARM_UP):  # of padding rows alone, which change nothing
+            if own:
+                self._proposals = self.draft(self._slots)
+            self._verify_and_commit()
+        if own:
             self._draft, self._proposals = capture(lambda: self.draft(self._slots))
         self._finish, self._result = capture(self._verify_and_commit)
 

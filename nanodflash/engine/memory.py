@@ -3,6 +3,7 @@
 import math
 
 from nanodflash.config import EngineConfig
+from nanodflash.engine.width import bucket
 from nanodflash.models.config import DraftConfig, TargetConfig, TransformerConfig
 
 GIB = 2**30
@@ -33,12 +34,13 @@ def workspace_bytes(
     target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, itemsize: int
 ) -> int:
     """What the widest step needs beside weights and pages: logits, activations, history."""
-    rows = config.max_seqs * config.block_size
-    # Logits of draft and verify, and their fp32 form where a request asks for penalties.
-    logits = rows * target.vocab_size * (2 * itemsize + 4)
+    rows = bucket(config.max_seqs) * config.block_size
+    # Logits, and what becomes of them in fp32 and int32 where a request asks for penalties.
+    logits = rows * target.vocab_size * (itemsize + 24)
+    state = (config.max_seqs + 1) * (5 * target.vocab_size + 8 * config.max_model_len)
     tapped = len(draft.target_layer_ids) if draft else 0
     columns = 3 * target.intermediate_size + (8 + 2 * tapped) * target.hidden_size
-    return FIXED + logits + (config.max_prefill + rows) * columns * itemsize
+    return FIXED + logits + state + (config.max_prefill + rows) * columns * itemsize
 
 
 def pages_that_fit(

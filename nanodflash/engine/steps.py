@@ -13,7 +13,8 @@ from nanodflash.decoding.packet import apply
 from nanodflash.decoding.plan import Facts, StepPlan
 from nanodflash.decoding.sampling import Logprobs
 from nanodflash.engine.closures import MAX_ROWS, EagerCycle, TracedCycle, round_pages
-from nanodflash.engine.graphs import Capture, CapturedCycle, bucket
+from nanodflash.engine.graphs import Capture, CapturedCycle
+from nanodflash.engine.width import bucket
 from nanodflash.ops import attention
 
 
@@ -31,7 +32,7 @@ class ModelSteps:
     ) -> None:
         self.decoder, self.graphs, self.capture = decoder, graphs, capture
         self.device = decoder.positions.device
-        self._cycles: dict[tuple[int, Facts, bool], EagerCycle] = {}
+        self._cycles: dict[tuple[int, Facts], EagerCycle] = {}
 
     def run(
         self,
@@ -42,8 +43,9 @@ class ModelSteps:
     ) -> None:
         """Admissions and page deltas, then prompt chunks, then a cycle."""
         state, facts = self.decoder.state, plan.facts
-        if facts.sampler == "full":
+        if facts.sampler == "full" and state.counts is None:
             state.count_tokens(self.decoder.vocab_size)
+            self._cycles.clear()  # they do not count
         apply(plan, sections, state)
         mark("plan")
         rows, ready, finals = sections[:3]
@@ -53,13 +55,27 @@ class ModelSteps:
             made += [first] if first is not None else []
             mark("prefill")
         if plan.rows:
-            made.append(self.cycle_of(len(rows), facts).run(rows, mark))
+            known = len(self._cycles)
+            cycle = self.cycle_of(len(rows), facts)
+            if len(self._cycles) > known:
+                mark("capture")
+            made.append(cycle.run(rows, mark))
         parts = [one.record.flatten() for one in made]
         if facts.sampler == "full":
             parts += [_bits(one.logprobs) for one in made if one.logprobs is not None]
         if parts:
             torch.cat(parts, out=result)
         mark("pack")
+
+    def capture_ahead(self, max_seqs: int) -> None:
+        """Capture full greedy blocks of all batch sizes: later ones would make requests wait.
+
+        The largest first, so that the smaller find room in what it has freed.
+        """
+        size = self.decoder.block_size
+        if self.decoder.ops.attention is not attention:  # else there is one for every length
+            for rows in sorted({bucket(rows) for rows in range(1, max_seqs + 1)}, reverse=True):
+                self.cycle_of(rows, Facts(size, "greedy", size > 1, size))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Make the slots of a step that failed inert."""
@@ -76,7 +92,7 @@ class ModelSteps:
             pages = min(round_pages(-(-facts.kv_bound // size)), pages)
         facts = replace(facts, kv_bound=pages * size)
         rows = bucket(rows) if self.capture else rows
-        key = (rows, facts, self.decoder.state.counts is None)
+        key = (rows, facts)
         if key not in self._cycles:
             self._cycles[key] = (
                 CapturedCycle(self.decoder, facts, rows, self.capture)

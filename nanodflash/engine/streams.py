@@ -7,6 +7,7 @@ it before the event has fired. So a race that a GPU would show, a CPU shows too.
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, events, pinned memory).
 """
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
 RENEW = 10.0  # seconds, after which CUDA times are counted from a newer event
 Work = Callable[[], object]
 
@@ -311,12 +313,19 @@ class CudaStream:
 
         The error mode is the thread's own: another one waits for events meanwhile.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        mode = "thread_local"
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
-            made = work()
+        with CAPTURING:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            mode = "thread_local"
+            collects = gc.isenabled()
+            gc.disable()  # what it would free here may not be freed within a capture
+            try:
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+                    made = work()
+            finally:
+                if collects:
+                    gc.enable()
         return graph.replay, made
 
     def close(self) -> None:

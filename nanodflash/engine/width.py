@@ -15,9 +15,9 @@ FORGET = 0.9  # of a mean, what the next step leaves of it
 DECAY = 0.999  # likewise of the counts of kept proposals
 
 
-def batch_size(rows: int) -> int:
-    """The power of two from `rows` on: steps of these sizes are taken together."""
-    return 1 << (rows - 1).bit_length()
+def bucket(rows: int) -> int:
+    """Steps of these sizes are one to the policy, and one graph: 1, 2, 4, 8, then every eighth."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
 
 class VerifyWidth:
@@ -41,7 +41,7 @@ class VerifyWidth:
         """The width of a step with so many rows."""
         if len(self.widths) == 1:
             return self.widths[0]
-        size = batch_size(rows)
+        size = bucket(rows)
         tries = {width: self._tries[size, width] for width in self.widths}
         fresh = [width for width in self.widths if tries[width] < TRIES]
         self._choices[size] += 1
@@ -68,13 +68,17 @@ class VerifyWidth:
         """Learn from a step: what its cycle took, and the proposals that each row kept."""
         if len(self.widths) == 1:
             return
-        key = batch_size(rows), width
+        key = bucket(rows), width
         before = self._seconds.get(key)
         if before is None:  # warmed up: compiled, captured
             self._seconds[key] = 0.0
-        else:
-            self._seconds[key] = FORGET * before + (1 - FORGET) * seconds if before else seconds
-        for kept in accepted:
-            for place in range(1, width):
-                self._verified[place] = DECAY * self._verified[place] + 1
-                self._reached[place] = DECAY * self._reached[place] + (kept >= place)
+        elif not before:
+            self._seconds[key] = seconds
+        else:  # an outlier is somebody else's: a pause, a compilation
+            self._seconds[key] += (1 - FORGET) * (min(seconds, 2 * before) - before)
+        counts = Counter(accepted)
+        keep, reached = DECAY ** counts.total(), 0
+        for place in range(width - 1, 0, -1):
+            reached += counts[place]
+            self._verified[place] = keep * self._verified[place] + counts.total()
+            self._reached[place] = keep * self._reached[place] + reached

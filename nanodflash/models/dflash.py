@@ -62,8 +62,10 @@ class DFlash(nn.Module):
     def _context(self) -> tuple[Tensor, Tensor]:
         """[L * 2 Hkv * D, C], in the layout that the layers' own have, and key norms [L, D]."""
         layers = [layer for layer in self.layers if isinstance(layer, Layer)]
-        parts = [layer.qkv_proj[-2 * layer.kv_rows :].t() for layer in layers]
-        return torch.cat(parts, 1).t(), torch.stack([layer.k_norm for layer in layers])
+        parts = [layer.qkv_proj[-2 * layer.kv_rows :] for layer in layers]
+        by_rows = parts[0].is_contiguous()
+        weight = torch.cat(parts) if by_rows else torch.cat([part.t() for part in parts], 1).t()
+        return weight, torch.stack([layer.k_norm for layer in layers])
 
     def _rotary(self, positions: Tensor) -> ops.Rotary:
         return self.rotary(positions.clamp(max=self.rotary.length - 1))

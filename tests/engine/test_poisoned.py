@@ -351,9 +351,10 @@ def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- that it can fail
 
 
-def uncleared(q: Tensor, rows: Tensor, places: Tensor, mask: Tensor) -> Tensor:
-    """Attention that leaves places behind the block as they are; the mask alone hides them."""
-    return attend(q, torch.cat([rows[:-1], torch.full_like(rows[:1], math.nan)]), places, mask)
+def uncleared(pages: Tensor, end: Tensor, keys: Tensor, like: Tensor) -> Tensor:
+    """Places behind the block are read as they are; the mask alone hides them."""
+    size = like.shape[-4]
+    return (pages[:, :, None] * size + keys[:size]).flatten(1)
 
 
 publish = Scheduler._publish
@@ -366,7 +367,7 @@ def early(self: Scheduler, sequence: HostSequence, committed: int) -> None:
 
 def test_the_poison_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing unwritten places is what keeps NaN out, and without NaN nobody would notice."""
-    monkeypatch.setattr("nanodflash.ops.rows.paged_attention", uncleared)
+    monkeypatch.setattr("nanodflash.ops.rows.row_places", uncleared)
     with pytest.raises(AssertionError):
         run_schedule(0)
     monkeypatch.setattr(PoisonedPool, "poison", lambda *_: None)

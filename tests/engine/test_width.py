@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanodflash import SamplingParams
-from nanodflash.engine.width import AGAIN, TRIES, VerifyWidth, batch_size
+from nanodflash.engine.width import AGAIN, TRIES, VerifyWidth
 
 ACCEPT = 0.857
 
@@ -67,8 +67,15 @@ def test_it_looks_again() -> None:
     assert set(chosen[-50:]) == {16}
 
 
-def test_a_batch_size_takes_neighbours_along() -> None:
-    assert [batch_size(rows) for rows in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+def test_an_outlier_does_not_decide() -> None:
+    """A pause of seconds in a step, here and there: the width that pays stays."""
+    policy = VerifyWidth(16, None)
+    settle(policy, 8, ACCEPT)
+    for _ in range(5):
+        assert policy.choose(8) == 16
+        policy.count(8, 16, 9.0, [15] * 8)
+        settle(policy, 8, ACCEPT, 30)
+    assert policy.choose(8) == 16
 
 
 def test_a_fixed_width_measures_nothing() -> None:

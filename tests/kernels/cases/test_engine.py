@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kit
 from nanodflash import LLM, SamplingParams, llm, ops
@@ -24,7 +25,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run(pair: Any, table: ops.Ops, name: str, **options: Any) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "choose_ops", lambda *_: table)
-        given = {"dtype": "fp32", "page_size": 16, "max_model_len": 64, "device": "cpu"} | options
+        given = {"dtype": "fp32", "page_size": 16, "max_model_len": 64} | options
+        given |= {"device": torch.get_default_device().type, "verify_width": 8}
         with LLM(*pair, **given) as engine:
             assert engine.engine.runner.steps.decoder.ops is table
             outputs = engine.generate(PROMPTS, SAMPLING[name])
