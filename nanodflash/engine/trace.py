@@ -6,7 +6,7 @@ Source: the Chrome trace event format ("X" events, microseconds).
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ class Trace:
         self.enabled = enabled
         self.spans: list[tuple[str, str, float, float]] = []  # track, name, begin, end in seconds
 
-    @contextmanager
-    def span(self, track: str, name: str) -> Iterator[None]:
+    def span(self, track: str, name: str) -> AbstractContextManager[None]:
         """What the body takes, on the host's clock."""
-        if not self.enabled:
-            yield
-            return
+        return self._span(track, name) if self.enabled else nullcontext()
+
+    @contextmanager
+    def _span(self, track: str, name: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield

@@ -22,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     # eps + the mean square, in one pass
-    square = torch.addcmul(wide.new_full((), eps), length, length, value=1 / x.shape[-1])
+    least = torch.full((), eps, dtype=wide.dtype, device=x.device)
+    square = torch.addcmul(least, length, length, value=1 / x.shape[-1])
     return (wide * square.rsqrt()).to(x.dtype) * weight
 
 
@@ -32,15 +33,17 @@ def add_rms_norm(h: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     return total, rms_norm(total, weight, eps)
 
 
-def norm_rope(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Tensor:
+def norm_rope(
+    x: Tensor, weight: Tensor, eps: float, rotary: Rotary, out: Tensor | None = None
+) -> Tensor:
     """RMSNorm over the head, then rotate-half RoPE.
 
     Args:
-        x: [..., H, D].  weight: [D], or [H, D] with one for each head.
+        x: [..., H, D].  weight: [D], or [H, D] with one for each head.  out: as x; may be x.
     """
     cos, sin = rotary
     x = rms_norm(x, weight, eps)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=out)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -91,11 +94,17 @@ def norm_rope_write(
     index: Tensor,
 ) -> Tensor:
     """Write one layer's K/V rows and return its queries [..., Hq, D]: `split_heads` and
-    `write_rows`.
+    `write_rows`. The projection is its own, and what it returns may lie there.
     """
-    q, k, v = split_heads(qkv, q_norm, k_norm, eps, rotary, rows.shape[-2])
-    write_rows(rows, index, k, v)
-    return q
+    num_kv = rows.shape[-2]
+    num_q = qkv.shape[-2] - 2 * num_kv
+    qk, kv = qkv[..., : num_q + num_kv, :], qkv[..., num_q:, :]
+    weight = torch.cat((q_norm.expand(num_q, -1), k_norm.expand(num_kv, -1)))
+    norm_rope(
+        qk, weight, eps, rotary, out=qk
+    )  # so that K and V lie side by side, to be copied once
+    rows.flatten(0, 1).index_put_((index,), kv.unflatten(-2, (2, num_kv)))
+    return qkv[..., :num_q, :]
 
 
 def inject_rows(
