@@ -23,13 +23,18 @@ INTS = (
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias")
 
 
+NOTHING = [np.empty(0, np.int64)] * 7  # of all sections but the rows
+
+
 def pack(plan: StepPlan, pages_per_seq: int) -> list[np.ndarray]:
     """The sections of a plan, each [n] int64."""
+    rows = np.array(plan.rows, np.int64)
+    if not (plan.spans or plan.deltas or plan.admissions):  # most steps
+        return [rows, *NOTHING]
     ready = [span for span in plan.spans if span.last]
     pages = [len(delta.pages) for delta in plan.deltas]
     columns = [range(delta.first, delta.first + len(delta.pages)) for delta in plan.deltas]
     sections: list[Sequence[int]] = [
-        plan.rows,
         [span.slot for span in ready],
         [span.slot for span in ready if not span.resumed],
         [delta.slot for delta, count in zip(plan.deltas, pages, strict=True) for _ in range(count)],
@@ -39,6 +44,7 @@ def pack(plan: StepPlan, pages_per_seq: int) -> list[np.ndarray]:
     admissions = [_values(admission, pages_per_seq) for admission in plan.admissions]
     ids = [np.asarray(admission.ids, np.int64) for admission in plan.admissions]
     return [
+        rows,
         *(np.array(section, np.int64) for section in sections),
         np.concatenate(admissions) if admissions else np.empty(0, np.int64),
         np.concatenate(ids) if ids else np.empty(0, np.int64),

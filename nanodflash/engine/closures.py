@@ -189,6 +189,6 @@ def _present(*tensors: Tensor | None) -> Tensors:
 
 
 def round_pages(pages: int) -> int:
-    """Round up so that few keys occur: 2, 4, then two steps an octave."""
-    grain = max(1 << max(pages.bit_length() - 2, 0), 2)
+    """Round up so that few keys occur: exact to 4, then two steps an octave."""
+    grain = 1 << (pages.bit_length() - 2) if pages > 4 else 1
     return -(-pages // grain) * grain

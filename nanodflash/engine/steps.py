@@ -63,7 +63,9 @@ class ModelSteps:
         parts = [one.record.flatten() for one in made]
         if facts.sampler == "full":
             parts += [_bits(one.logprobs) for one in made if one.logprobs is not None]
-        if parts:
+        if len(parts) == 1:
+            result.copy_(parts[0])
+        elif parts:
             torch.cat(parts, out=result)
         mark("pack")
 

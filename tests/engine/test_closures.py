@@ -114,4 +114,15 @@ def test_rounding(pages: int) -> None:
 
 
 def test_few_sizes() -> None:
-    assert sorted({round_pages(pages) for pages in range(1, 33)}) == [2, 4, 6, 8, 12, 16, 24, 32]
+    assert sorted({round_pages(pages) for pages in range(1, 33)}) == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        32,
+    ]
