@@ -61,7 +61,7 @@ def run_decode(llm: LLM, prompts: list[list[int]], rounds: int, max_new: int) ->
             if name == "speculative":
                 metrics = total
                 parts = (llm.metrics - before).seconds
-                cycle_ms = {k: 1e3 * parts[k] / total.cycles for k in CYCLE}
+                cycle_ms = {k: 1e3 * parts[k] / total.cycles for k in CYCLE if parts.get(k)}
     return {
         "prompts": len(prompts),
         "prompt_set": fingerprint(prompts),

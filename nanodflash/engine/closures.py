@@ -81,30 +81,23 @@ class TracedCycle(EagerCycle):
         self._uses: dict[str, int] = {}
         self._traced: dict[str, Callable[..., Tensors]] = {}
 
-    def draft(self, slots: Tensor) -> Tensor:
-        """`draft_step`; a caller's proposer is foreign code and is not traced."""
-        if self.decoder.proposer is not None:
-            return super().draft(slots)
-        step = lambda slots: (draft_step(self.decoder, slots, self.facts),)  # noqa: E731
-        return self._run("draft", step, slots)[0]
+    def run(self, slots: Tensor, mark: Callable[[str], None]) -> Result:
+        """The cycle of `slots` in two parts, draft, and verify with commit, each replayed once it
+        is traced. A caller's proposer is foreign code and never is.
+        """
+        proposals: Tensors = ()
+        if self.facts.width > 1:
+            step = lambda slots: (self.draft(slots),)  # noqa: E731
+            own = self.decoder.proposer is None
+            proposals = self._run("draft", step, slots) if own else step(slots)
+            mark("draft")
 
-    def verify(self, slots: Tensor, proposals: Tensor | None) -> Verified:
-        """`verify_step`."""
+        def finish(slots: Tensor, *proposals: Tensor) -> Tensors:
+            return (self.commit(slots, self.verify(slots, (*proposals, None)[0])).record,)
 
-        def step(slots: Tensor, *proposals: Tensor) -> Tensors:
-            verified = verify_step(self.decoder, slots, (*proposals, None)[0], self.facts)
-            return _present(*verified[:5])
-
-        given = _present(proposals)
-        return _verified(self._run("verify", step, slots, *given))
-
-    def commit(self, slots: Tensor, verified: Verified) -> Result:
-        """`commit_step`."""
-
-        def step(slots: Tensor, *given: Tensor) -> Tensors:
-            return (commit_step(self.decoder, slots, _verified(given)).record,)
-
-        return Result(self._run("commit", step, slots, *_present(*verified[:5]))[0], None)
+        (record,) = self._run("verify", finish, slots, *proposals)
+        mark("verify")
+        return Result(record, None)
 
     def _run(self, name: str, step: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
         """Run a step as it is, then traced."""
@@ -176,12 +169,6 @@ def _is_written(node: Node) -> bool:
     targets = [node.target, *(user.target for user in node.users if user.args[:1] == (node,))]
     schemas = [target._schema for target in targets if isinstance(target, torch._ops.OpOverload)]
     return any(schema.is_mutable for schema in schemas)
-
-
-def _verified(tensors: Tensors) -> Verified:
-    """Made of what a trace gives: features or none, and no logprobs."""
-    positions, places, block, tokens, *features = tensors
-    return Verified(positions, places, block, tokens, (*features, None)[0], None)
 
 
 def _present(*tensors: Tensor | None) -> Tensors:

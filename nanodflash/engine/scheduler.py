@@ -107,7 +107,7 @@ class Scheduler:
         """A step of rows that speculate, or of rows that do not: the two kinds take turns."""
         deltas: list[PageDelta] = []
         rows, short, bound, kept = self._plan_rows(kind, deltas)
-        width = self.width(len(rows)) if kind and rows else 1
+        width = self.width(len(rows)) if kind else 1
         # Prompts get what the rows leave of the step's tokens, and never nothing.
         floor = min(self.config.page_size, self.config.max_prefill)
         budget = max(self.config.max_prefill - len(rows) * width, floor)

@@ -39,7 +39,7 @@ class VerifyWidth:
 
     def choose(self, rows: int) -> int:
         """The width of a step with so many rows."""
-        if len(self.widths) == 1:
+        if len(self.widths) == 1 or not rows:
             return self.widths[0]
         size = bucket(rows)
         tries = {width: self._tries[size, width] for width in self.widths}

@@ -42,7 +42,7 @@ def test_replays_are_the_oracles(
     for length in LENGTHS * 2:
         (output,) = llm.generate(prompt(length), params, speculate)
         assert (output.token_ids, output.finish_reason) == expect(prompt(length), params)
-    names = {"draft", "verify", "commit"} if speculate else {"verify", "commit"}
+    names = {"draft", "verify"} if speculate else {"verify"}
     assert any(set(cycle._traced) == names for cycle in cycles(llm))
 
 
@@ -56,7 +56,7 @@ def test_scripted_acceptance(scripted: Any, expect: Any, early: None, pattern: s
             == expect(prompt(length), params)[0]
         )
     # a caller's proposer is never traced
-    assert all(set(cycle._traced) <= {"verify", "commit"} for cycle in cycles(engine.llm))
+    assert all(set(cycle._traced) <= {"verify"} for cycle in cycles(engine.llm))
     assert any(cycle._traced for cycle in cycles(engine.llm))
 
 
