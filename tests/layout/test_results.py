@@ -14,6 +14,7 @@ TABLES = {
     "decode": report.table,
     "concurrency": report.concurrency,
     "simulated": report.simulated,
+    "overlap": report.overlapped,
 }
 
 
