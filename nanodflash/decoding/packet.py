@@ -89,16 +89,14 @@ def apply(plan: StepPlan, sections: Sequence[Tensor], state: DeviceState) -> Non
 
 def admit(admissions: Sequence[Admission], values: Tensor, ids: Tensor, state: DeviceState) -> None:
     """Write the rows of admissions, values [A, 1 + ...] behind their slot, and their ids."""
-    slots, done = values[:, 0], 1
-    for name in (*INTS, *REALS):
-        tensor = getattr(state, name)
-        part = values[:, done : done + tensor[0].numel()]
-        done += part.shape[1]
-        part = part if name in INTS else part.view(torch.float64).to(tensor.dtype)
-        tensor.index_copy_(0, slots, part.reshape(-1, *tensor.shape[1:]))
     done = 0
-    for admission in admissions:
-        count = len(admission.ids)
-        state.tokens[admission.slot, :count].copy_(ids[done : done + count])
+    for admission, row in zip(admissions, values, strict=True):
+        slot, at, count = admission.slot, 1, len(admission.ids)
+        for name in (*INTS, *REALS):
+            tensor = getattr(state, name)[slot : slot + 1]
+            part = row[at : at + tensor.numel()]
+            tensor.copy_(part if name in INTS else part.view(torch.float64))
+            at += tensor.numel()
+        state.tokens[slot, :count].copy_(ids[done : done + count])
         done += count
-        state.count_ids(admission.slot, admission.prompt_len, count)
+        state.count_ids(slot, admission.prompt_len, count)

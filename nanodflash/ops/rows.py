@@ -47,8 +47,10 @@ def norm_rope(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2I] -> [..., I]."""
+    """silu(gate) * up of [..., 2I] -> [..., I]. In inference mode it may lie in its argument."""
     gate, up = gate_up.chunk(2, -1)
+    if torch.is_inference_mode_enabled():
+        return F.silu(gate, inplace=True).mul_(up)
     return F.silu(gate) * up
 
 

@@ -101,7 +101,7 @@ def open_interrupted() -> None:
     """An engine whose maker is interrupted while it waits for the loading."""
     config, stream = EngineConfig(max_model_len=64), SimulatedStream()
 
-    def make() -> SimulatedSteps:
+    def make(_: Any) -> SimulatedSteps:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         interrupted.wait(10)
         return SimulatedSteps(stream, config, 0.0, [1])
