@@ -11,12 +11,15 @@ buffers take.
 
 import warnings
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from nanodflash.decoding.cycle import (
     Decoder,
@@ -29,6 +32,7 @@ from nanodflash.decoding.cycle import (
 from nanodflash.decoding.plan import Facts
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
+MOST = 24  # traces an engine keeps: each is some 7 MiB, which torch never gives back
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 
 Tensors = tuple[Tensor, ...]
@@ -70,16 +74,28 @@ class TracedCycle(EagerCycle):
 
     Args:
         after: cycles that run as they are before the steps are traced.
+        room:  whether there may be one more trace.
     """
 
-    def __init__(self, decoder: Decoder, facts: Facts, after: int | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        facts: Facts,
+        after: int | None = None,
+        room: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__(decoder, facts)
-        self.after = AFTER if after is None else after
+        self.after, self.room = AFTER if after is None else after, room
         pools = (decoder.target_pool, decoder.draft_pool)
         self._state = _present(*vars(decoder.state).values())
         self._written = (*self._state, *(pool.rows for pool in pools if pool is not None))
         self._uses: dict[str, int] = {}
         self._traced: dict[str, Callable[..., Tensors]] = {}
+
+    @property
+    def traces(self) -> int:
+        """How many of its parts are traced."""
+        return len(self._traced)
 
     def run(self, slots: Tensor, mark: Callable[[str], None]) -> Result:
         """The cycle of `slots` in two parts, draft, and verify with commit, each replayed once it
@@ -103,7 +119,7 @@ class TracedCycle(EagerCycle):
         """Run a step as it is, then traced."""
         self._uses[name] = self._uses.get(name, 0) + 1
         with torch.inference_mode():
-            if self._uses[name] == self.after + 1:
+            if self._uses[name] == self.after + 1 and self.room():
                 return self._trace(name, step, inputs)
             if name in self._traced:
                 return self._traced[name](*inputs, *self._written)
@@ -111,13 +127,14 @@ class TracedCycle(EagerCycle):
 
     def _trace(self, name: str, step: Callable[..., Tensors], inputs: Tensors) -> Tensors:
         """Trace a step by running it."""
-        from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
-
         given, made = (*inputs, *self._written), list[Tensors]()
         # It runs twice. K/V rows are written alike both times; what is known of the slots must be
         # as it was, since a second commit would be one more.
         before = [tensor.clone() for tensor in self._state]
-        graph = _lean(make_fx(lambda *given: step(*given[: len(inputs)]))(*given))
+        recorder = Recorder(given)
+        with recorder:
+            results = step(*inputs)
+        graph = _lean(recorder.finish(results))
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
 
@@ -129,6 +146,58 @@ class TracedCycle(EagerCycle):
             warnings.simplefilter("ignore")  # whatever the tracer has to say of constants
             self._traced[name] = torch.jit.trace(recorded, given, check_trace=False)
         return made[0] if made else self._traced[name](*given)  # PYTORCH_JIT=0: it was not run
+
+
+class _Notes:
+    """Notes every operator that runs, by the tensors that it is given and gives.
+
+    Args:
+        inputs: of what will be recorded; any other tensor that is read is a constant.
+    """
+
+    def __init__(self, inputs: Tensors) -> None:
+        super().__init__()
+        self.root, self.graph = torch.nn.Module(), Graph()
+        self._nodes: dict[int, Node] = {}
+        self._kept: list[Tensor] = []  # alive, so that an identity is one tensor's
+        for i, tensor in enumerate(inputs):
+            self._name(tensor, self.graph.placeholder(f"given{i}"))
+
+    def _name(self, tensor: Tensor, node: Node) -> Node:
+        self._kept.append(tensor)
+        self._nodes[id(tensor)] = node
+        return node
+
+    def _node(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and id(value) not in self._nodes:
+            name = f"constant{len(self._kept)}"
+            self.root.register_buffer(name, value.detach())
+            return self._name(value, self.graph.get_attr(name))
+        return self._nodes[id(value)] if isinstance(value, Tensor) else value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # type: ignore[attr-defined]
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        made = func(*args, **kwargs)
+        node = self.graph.call_function(func, *tree_map(self._node, (args, kwargs)))
+        if isinstance(made, Tensor):
+            self._name(made, node)
+        else:
+            for i, one in enumerate(made):
+                self._name(one, self.graph.call_function(getitem, (node, i)))
+        return made
+
+    def finish(self, results: Tensors) -> GraphModule:
+        """What was recorded, giving these tensors of it."""
+        self.graph.output(tuple(map(self._node, results)))
+        return GraphModule(self.root, self.graph)
+
+
+class Recorder(_Notes, TorchDispatchMode):
+    """The mode. Of one that brings the method itself torch imports its compiler: 150 MiB."""
 
 
 def _lean(graph: GraphModule) -> GraphModule:

@@ -12,7 +12,7 @@ from nanodflash.decoding.cycle import Decoder, Result, prefill_step
 from nanodflash.decoding.packet import apply
 from nanodflash.decoding.plan import Facts, StepPlan
 from nanodflash.decoding.sampling import Logprobs
-from nanodflash.engine.closures import MAX_ROWS, EagerCycle, TracedCycle, round_pages
+from nanodflash.engine.closures import MAX_ROWS, MOST, EagerCycle, TracedCycle, round_pages
 from nanodflash.engine.graphs import Capture, CapturedCycle
 from nanodflash.engine.width import bucket
 from nanodflash.ops import attention
@@ -99,9 +99,14 @@ class ModelSteps:
             self._cycles[key] = (
                 CapturedCycle(self.decoder, facts, rows, self.capture)
                 if self.capture
-                else TracedCycle(self.decoder, facts)
+                else TracedCycle(self.decoder, facts, room=self._room)
             )
         return self._cycles[key]
+
+    def _room(self) -> bool:
+        """Whether there may be one more trace."""
+        cycles = self._cycles.values()
+        return sum(c.traces for c in cycles if isinstance(c, TracedCycle)) < MOST
 
 
 def _bits(logprobs: Logprobs) -> Tensor:

@@ -95,6 +95,20 @@ def test_the_draft_pool_is_written_by_replays(open_llm: Any, early: None) -> Non
         assert runs[1].equal(runs[3])
 
 
+def test_there_are_not_more_traces_than_may_be(
+    open_llm: Any, expect: Any, early: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes later runs from Python."""
+    monkeypatch.setattr("nanodflash.engine.steps.MOST", 3)
+    llm, params = open_llm(page_size=16), SamplingParams(max_new_tokens=30)
+    for length in LENGTHS * 2:
+        assert (
+            llm.generate(prompt(length), params)[0].token_ids == expect(prompt(length), params)[0]
+        )
+    assert sum(cycle.traces for cycle in cycles(llm)) == 3
+    assert len(cycles(llm)) > 2
+
+
 def test_what_is_not_traced(open_llm: Any, early: None) -> None:
     llm = open_llm(max_seqs=6)
     penalised = SamplingParams(max_new_tokens=20, presence_penalty=0.5)
