@@ -32,7 +32,7 @@ from nanodflash.decoding.cycle import (
 from nanodflash.decoding.plan import Facts
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
-MOST = 24  # traces an engine keeps: each is some 7 MiB, which torch never gives back
+MOST = 12  # traces an engine keeps: each is some 7 MiB, which torch never gives back
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 
 Tensors = tuple[Tensor, ...]
