@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         if (
             arguments.trace
             and not arguments.simulate
-            and (arguments.overlap or arguments.concurrency)
+            and (arguments.gpu_check or arguments.overlap or arguments.concurrency)
         ):
             raise ValueError("--trace goes with --simulate or with the default run")
         if arguments.json:  # what cannot be written is known before the hours of measuring

@@ -84,7 +84,7 @@ def make_parser() -> Parser:
         type=lambda text: int(text) if text.isdecimal() else text,
         default="auto",
         metavar="W",
-        help="rows of a block that are verified; auto measures what pays, on CUDA",
+        help="rows of a block that are verified: a number, measure, or auto (measure on CUDA)",
     )
     models.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="%(default)s"

@@ -1,10 +1,10 @@
 """CUDA graphs: a cycle is two replays, draft, and verify with commit.
 
 A graph holds what was true when it was captured: shapes, addresses, every fact of the step. So one
-belongs to a key (rows, facts, whether ids are counted), and what changes from step to step is read
-from buffers that stay: the slots, kept here, and what the decoder knows of a slot. The rows that
-a step lacks are padding rows: they name the spare slot, which is never active and whose page table
-is the dummy page.
+belongs to a key (rows and facts; all are dropped when ids begin to be counted). What changes from
+step to step is read from buffers that stay: the slots, kept here, and what the decoder knows of a
+slot. The rows that a step lacks are padding rows: they name the spare slot, which is never active
+and whose page table is the dummy page.
 """
 
 from collections.abc import Callable

@@ -60,14 +60,19 @@ def test_scripted_acceptance(scripted: Any, expect: Any, early: None, pattern: s
     assert any(cycle._traced for cycle in cycles(engine.llm))
 
 
-def test_batches_of_several_sizes(open_llm: Any, expect: Any, early: None) -> None:
-    llm = open_llm(page_size=16, max_seqs=6)
+def run_batches(llm: Any, expect: Any) -> None:
+    """Six requests of several lengths, twice, beside the oracle: the batch shrinks as they end."""
     params = [SamplingParams(max_new_tokens=new) for new in (5, 9, 33, 20, 12, 28)]
     prompts = [prompt(length) for length in (*LENGTHS, 11)]
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         for output, asked, wanted in zip(outputs, prompts, params, strict=True):
             assert output.token_ids == expect(asked, wanted)[0]
+
+
+def test_batches_of_several_sizes(open_llm: Any, expect: Any, early: None) -> None:
+    llm = open_llm(page_size=16, max_seqs=6)
+    run_batches(llm, expect)
     rows = {key[0] for key, cycle in llm.engine.runner.steps._cycles.items() if cycle._traced}
     assert rows
     assert max(rows) <= closures.MAX_ROWS

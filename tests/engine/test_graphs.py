@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine.test_closures import LENGTHS, prompt, run_batches
 from nanodflash import SamplingParams, ops
 from nanodflash.decoding.plan import Facts
 from nanodflash.engine import steps
@@ -21,7 +22,6 @@ from nanodflash.engine.closures import EagerCycle
 from nanodflash.engine.graphs import CapturedCycle
 from nanodflash.engine.width import bucket
 
-LENGTHS = (40, 7, 1, 90, 23)
 SAMPLING = {
     "greedy": SamplingParams(max_new_tokens=30),
     "sampled": SamplingParams(max_new_tokens=30, temperature=1.0, top_p=0.9, seed=5),
@@ -84,10 +84,6 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps.ModelSteps, "__init__", with_capture)
 
 
-def prompt(length: int) -> list[int]:
-    return [(7 * i * i + length) % 300 for i in range(length)]
-
-
 def captured(llm: Any) -> dict[Any, CapturedCycle]:
     cycles = llm.engine.runner.steps._cycles
     assert all(type(cycle) is CapturedCycle for cycle in cycles.values())
@@ -110,12 +106,7 @@ def test_replays_are_the_oracles(
 
 def test_batches_are_filled_with_padding_rows(open_llm: Any, expect: Any, taped: None) -> None:
     llm = open_llm(page_size=16, max_seqs=6)
-    params = [SamplingParams(max_new_tokens=new) for new in (5, 9, 33, 20, 12, 28)]
-    prompts = [prompt(length) for length in (*LENGTHS, 11)]
-    for _ in range(2):
-        outputs = llm.generate(prompts, params)
-        for output, asked, wanted in zip(outputs, prompts, params, strict=True):
-            assert output.token_ids == expect(asked, wanted)[0]
+    run_batches(llm, expect)
     assert {rows for rows, _ in captured(llm)} >= {4, 8}
 
 

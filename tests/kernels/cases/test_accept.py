@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from nanodflash.kernels import accept
 from nanodflash import config as constants
 from nanodflash import ops
 from nanodflash.config import EngineConfig
-from nanodflash.decoding import plan
+from nanodflash.decoding import cycle, plan
 from nanodflash.decoding import state as states
 
 VOCAB, SEQS = 40, 30
@@ -71,21 +72,8 @@ def test_commit(width: int, counted: bool) -> None:
         block = torch.where(wrong, (block + 1) % VOCAB, block)
         made = []
         for commit, state in ((ops.accept_commit, theirs), (accept.accept_commit, mine)):
-            record = commit(
-                slots,
-                block[:, : width - 1],
-                tokens,
-                state.len,
-                state.anchor,
-                state.budget,
-                state.state,
-                state.epoch,
-                state.draft_limit,
-                state.stop_ids,
-                state.tokens,
-                state.counts,
-            )
-            made.append(record)
+            decoder: Any = SimpleNamespace(state=state, ops=SimpleNamespace(accept_commit=commit))
+            made.append(cycle._commit(decoder, slots, block[:, : width - 1], tokens))
         wanted, got = made
         assert got.dtype == torch.int64
         assert got.tolist() == wanted.tolist()
