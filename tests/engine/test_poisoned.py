@@ -24,7 +24,7 @@ from nanodflash import SamplingParams, ops
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.cycle import Decoder
 from nanodflash.decoding.plan import StepPlan
-from nanodflash.engine import closures
+from nanodflash.engine import closures, steps
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.runner import Results, Runner
 from nanodflash.engine.scheduler import Scheduler
@@ -337,6 +337,7 @@ def test_schedules(part: int) -> None:
 def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules one after another on one engine: its traces meet pages that were another's."""
     monkeypatch.setattr(closures, "AFTER", 1)
+    monkeypatch.setattr(steps, "MOST", 64)  # these are small, and every shape shall have one
     config = EngineConfig(
         max_model_len=LIMIT, block_size=4, page_size=4, num_pages=14, max_seqs=2, max_prefill=16
     )
