@@ -6,7 +6,7 @@ len .. len+S-1; the verify step runs the target over it; the commit step moves `
 was accepted and injects the target's features of it into the draft pool.
 
 No step asks the device for anything: shapes follow from `Facts` and the number of slots, so a
-CUDA graph can hold draft, and verify with commit. Prefill runs eagerly.
+CUDA graph can hold draft, and verify with commit. Prefill of any chunks runs eagerly.
 
 Source: dflash.md 2; design: state on the device, nothing rolled back, one acceptance rule.
 """
@@ -128,9 +128,7 @@ def prefill_step(
     memory = RaggedMemory(pool.rows, places, decoder.ops, seen)
     taps = decoder.taps if facts.speculate else ()
     hidden, features = decoder.target(ids, where, memory, taps)
-    if features is not None and decoder.draft is not None and decoder.draft_pool is not None:
-        writer = RowWriter(decoder.draft_pool.rows, places, decoder.ops)
-        decoder.draft.inject(features, where, writer)
+    _inject(decoder, features, where, places)
     state.state.index_fill_(0, ready, ACTIVE)
     if not ends:
         return None
@@ -139,6 +137,33 @@ def prefill_step(
     block = state.anchor[finals][:, None]
     tokens, logprobs = _choose(decoder, last, finals, after, block, facts)
     return Result(_commit(decoder, finals, tokens[:, 1:], tokens), logprobs)
+
+
+@torch.inference_mode()
+def prompt_step(decoder: Decoder, slots: Tensor, start: Tensor, size: int, facts: Facts) -> Result:
+    """`prefill_step` of whole prompts in one shape: each the last `size` rows or fewer.
+
+    Rows behind a prompt's end hold whatever ids were there. Their K/V goes where the first block's
+    will, behind `len`, and nobody sees it; so `size` passes an end by less than a block.
+
+    Args:
+        slots: [B], their rows come alive.  start: [B], the first position that is not cached.
+    """
+    state, pool = decoder.state, decoder.target_pool
+    positions = start[:, None] + decoder.positions[:size]
+    ids = state.tokens[slots].gather(1, positions)
+    memory = paged_memory(
+        pool, state.page_table[slots], start, positions, facts.kv_bound, decoder.ops
+    )
+    taps = decoder.taps if facts.speculate else ()
+    hidden, features = decoder.target(ids, positions, memory, taps)
+    _inject(decoder, features, positions, memory.index)
+    state.state.index_fill_(0, slots, ACTIVE)
+    end = state.len[slots][:, None]  # the last row's position, until the first token is there
+    last = hidden.gather(1, (end - start[:, None])[..., None].expand(-1, 1, hidden.shape[-1]))
+    block = state.anchor[slots][:, None]
+    tokens, logprobs = _choose(decoder, last, slots, end + 1, block, facts)
+    return Result(_commit(decoder, slots, tokens[:, 1:], tokens), logprobs)
 
 
 @torch.inference_mode()
@@ -208,12 +233,16 @@ def commit_step(decoder: Decoder, slots: Tensor, verified: Verified) -> Result:
     Returns:
         The result; of a row's W tokens the first `EMITTED` count.
     """
-    if verified.features is not None and decoder.draft is not None:
-        assert decoder.draft_pool is not None
-        writer = RowWriter(decoder.draft_pool.rows, verified.places, decoder.ops)
-        decoder.draft.inject(verified.features, verified.positions, writer)
+    _inject(decoder, verified.features, verified.positions, verified.places)
     record = _commit(decoder, slots, verified.block[:, 1:], verified.tokens)
     return Result(record, verified.logprobs)
+
+
+def _inject(decoder: Decoder, features: Tensor | None, positions: Tensor, places: Tensor) -> None:
+    """Write the draft pool's rows of these positions, where there is a drafter that is used."""
+    if features is not None and decoder.draft is not None and decoder.draft_pool is not None:
+        writer = RowWriter(decoder.draft_pool.rows, places, decoder.ops)
+        decoder.draft.inject(features, positions, writer)
 
 
 def _choose(

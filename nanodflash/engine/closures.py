@@ -1,23 +1,23 @@
 """A fast CPU step: what a CUDA graph is on a GPU, a traced closure is here.
 
 At the size of a small model most of a step's time goes to dispatching its operations from Python.
-A cycle whose shapes are known is traced once and replayed, in two steps: to a flat list of
-operators in which shapes are numbers, without what needs to be done only once; and that list to
-TorchScript, whose interpreter is not Python. What a step writes (state and pages) is an input of
-its trace: the optimiser takes constants for immutable, and would drop the writes. Weights are
-constants. Since no step asks the device for anything, a trace holds for every value that its
-buffers take.
+A cycle whose shapes are known, or a short prompt, is traced once and replayed, in two steps: to a
+flat list of operators in which shapes are numbers, without what needs to be done only once
+(`lean.py`); and that list to TorchScript, whose interpreter is not Python. What a step writes
+(state and pages) is an input of its trace: the optimiser takes constants for immutable, and would
+drop the writes. Weights are constants. Since no step asks the device for anything, a trace holds
+for every value that its buffers take.
 """
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -30,10 +30,12 @@ from nanodflash.decoding.cycle import (
     verify_step,
 )
 from nanodflash.decoding.plan import Facts
+from nanodflash.engine.lean import PackedWeights, lean
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
-MOST = 12  # traces an engine keeps: each is some 7 MiB, which torch never gives back
+MOST = 14  # traces an engine keeps: each is some 7 MiB, which torch never gives back
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
+MAX_PROMPT = 64  # likewise, tokens of a prompt, rounded up
 
 Tensors = tuple[Tensor, ...]
 
@@ -70,62 +72,67 @@ class EagerCycle:
 
 
 class TracedCycle(EagerCycle):
-    """The same for one key (batch size and facts), replayed from traces.
+    """The same for one key (batch size and facts), replayed from traces."""
 
-    Args:
-        after: cycles that run as they are before the steps are traced.
-        room:  whether there may be one more trace.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        facts: Facts,
-        after: int | None = None,
-        room: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, decoder: Decoder, facts: Facts, traces: "Traces") -> None:
         super().__init__(decoder, facts)
-        self.after, self.room = AFTER if after is None else after, room
-        pools = (decoder.target_pool, decoder.draft_pool)
-        self._state = _present(*vars(decoder.state).values())
-        self._written = (*self._state, *(pool.rows for pool in pools if pool is not None))
-        self._uses: dict[str, int] = {}
-        self._traced: dict[str, Callable[..., Tensors]] = {}
-
-    @property
-    def traces(self) -> int:
-        """How many of its parts are traced."""
-        return len(self._traced)
+        self.traces = traces
 
     def run(self, slots: Tensor, mark: Callable[[str], None]) -> Result:
         """The cycle of `slots` in two parts, draft, and verify with commit, each replayed once it
         is traced. A caller's proposer is foreign code and never is.
         """
         proposals: Tensors = ()
+        key = (len(slots), self.facts)
         if self.facts.width > 1:
             step = lambda slots: (self.draft(slots),)  # noqa: E731
             own = self.decoder.proposer is None
-            proposals = self._run("draft", step, slots) if own else step(slots)
+            proposals = self.traces.run("draft", key, step, slots) if own else step(slots)
             mark("draft")
 
         def finish(slots: Tensor, *proposals: Tensor) -> Tensors:
             return (self.commit(slots, self.verify(slots, (*proposals, None)[0])).record,)
 
-        (record,) = self._run("verify", finish, slots, *proposals)
+        (record,) = self.traces.run("verify", key, finish, slots, *proposals)
         mark("verify")
         return Result(record, None)
 
-    def _run(self, name: str, step: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
-        """Run a step as it is, then traced."""
-        self._uses[name] = self._uses.get(name, 0) + 1
+
+class Traces:
+    """Steps by name and key, an engine's own: run as they are, and replayed once they are traced.
+
+    Attributes:
+        made: what is traced.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        pools = (decoder.target_pool, decoder.draft_pool)
+        self._state = _present(*vars(decoder.state).values())
+        self._written = (*self._state, *(pool.rows for pool in pools if pool is not None))
+        self._packed = PackedWeights()
+        self._uses = Counter[tuple[str, Hashable]]()
+        self.made: dict[tuple[str, Hashable], Callable[..., Tensors]] = {}
+
+    def run(
+        self, name: str, key: Hashable, step: Callable[..., Tensors], *inputs: Tensor
+    ) -> Tensors:
+        """Run a step, or replay it.
+
+        Args:
+            key: every fact that is baked into the step, beside its name.
+        """
+        one = (name, key)
+        self._uses[one] += 1
         with torch.inference_mode():
-            if self._uses[name] == self.after + 1 and self.room():
-                return self._trace(name, step, inputs)
-            if name in self._traced:
-                return self._traced[name](*inputs, *self._written)
+            if self._uses[one] == AFTER + 1 and len(self.made) < MOST:
+                return self._trace(one, step, inputs)
+            if one in self.made:
+                return self.made[one](*inputs, *self._written)
             return step(*inputs)
 
-    def _trace(self, name: str, step: Callable[..., Tensors], inputs: Tensors) -> Tensors:
+    def _trace(
+        self, one: tuple[str, Hashable], step: Callable[..., Tensors], inputs: Tensors
+    ) -> Tensors:
         """Trace a step by running it."""
         given, made = (*inputs, *self._written), list[Tensors]()
         # It runs twice. K/V rows are written alike both times; what is known of the slots must be
@@ -134,7 +141,8 @@ class TracedCycle(EagerCycle):
         recorder = Recorder(given)
         with recorder:
             results = step(*inputs)
-        graph = _lean(recorder.finish(results))
+        graph = lean(recorder.finish(results))
+        packed = self._packed.use(graph)
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
 
@@ -144,8 +152,9 @@ class TracedCycle(EagerCycle):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # whatever the tracer has to say of constants
-            self._traced[name] = torch.jit.trace(recorded, given, check_trace=False)
-        return made[0] if made else self._traced[name](*given)  # PYTORCH_JIT=0: it was not run
+            traced = torch.jit.trace(recorded, (*given, *packed), check_trace=False)
+        self.made[one] = lambda *given: traced(*given, *packed)
+        return made[0] if made else self.made[one](*given)  # PYTORCH_JIT=0: it was not run
 
 
 class _Notes:
@@ -165,6 +174,7 @@ class _Notes:
 
     def _name(self, tensor: Tensor, node: Node) -> Node:
         self._kept.append(tensor)
+        node.meta["shape"] = tensor.shape
         self._nodes[id(tensor)] = node
         return node
 
@@ -198,46 +208,6 @@ class _Notes:
 
 class Recorder(_Notes, TorchDispatchMode):
     """The mode. Of one that brings the method itself torch imports its compiler: 150 MiB."""
-
-
-def _lean(graph: GraphModule) -> GraphModule:
-    """Take out of a list of operators what need not be done at every replay: what depends on
-    weights alone, views of views, and views that are there already.
-    """
-    aten, nodes = torch.ops.aten, graph.graph
-    reshapes = (aten.view.default, aten._unsafe_view.default)
-    views = (*reshapes, aten.select.int, aten.slice.Tensor, aten.unsqueeze.default)
-    seen: dict[tuple[object, str], Node] = {}
-    for node in list(nodes.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or _is_written(node):
-            continue
-        if node.target in reshapes:
-            source: Any = node.args[0]
-            while source.target in reshapes:
-                source = source.args[0]
-            node.args = (source, *node.args[1:])
-        same = seen.setdefault((node.target, str(node.args)), node)
-        if node.target in views and same is not node:
-            node.replace_all_uses_with(same)
-        elif all(source.op == "get_attr" for source in node.all_input_nodes):
-            args, kwargs = map_arg(
-                (node.args, node.kwargs), lambda n: getattr(graph, str(n.target))
-            )
-            value = node.target(*args, **kwargs)
-            if isinstance(value, Tensor):
-                graph.register_buffer(f"made_{node.name}", value)
-                with nodes.inserting_before(node):
-                    node.replace_all_uses_with(nodes.get_attr(f"made_{node.name}"))
-    nodes.eliminate_dead_code()
-    graph.recompile()
-    return graph
-
-
-def _is_written(node: Node) -> bool:
-    """Whether an operator writes into a tensor, or into what this one gives."""
-    targets = [node.target, *(user.target for user in node.users if user.args[:1] == (node,))]
-    schemas = [target._schema for target in targets if isinstance(target, torch._ops.OpOverload)]
-    return any(schema.is_mutable for schema in schemas)
 
 
 def _present(*tensors: Tensor | None) -> Tensors:

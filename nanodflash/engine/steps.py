@@ -8,11 +8,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanodflash.config import MAX_LOGPROBS
-from nanodflash.decoding.cycle import Decoder, Result, prefill_step
+from nanodflash.decoding.cycle import Decoder, Result, prefill_step, prompt_step
 from nanodflash.decoding.packet import apply
 from nanodflash.decoding.plan import Facts, StepPlan
 from nanodflash.decoding.sampling import Logprobs
-from nanodflash.engine.closures import MAX_ROWS, MOST, EagerCycle, TracedCycle, round_pages
+from nanodflash.engine.closures import (
+    MAX_PROMPT,
+    MAX_ROWS,
+    EagerCycle,
+    TracedCycle,
+    Traces,
+    round_pages,
+)
 from nanodflash.engine.graphs import Capture, CapturedCycle
 from nanodflash.engine.width import bucket
 from nanodflash.ops import attention
@@ -33,6 +40,7 @@ class ModelSteps:
         self.decoder, self.graphs, self.capture = decoder, graphs, capture
         self.device = decoder.positions.device
         self._cycles: dict[tuple[int, Facts], EagerCycle] = {}
+        self._traces = Traces(decoder)
 
     def run(
         self,
@@ -46,12 +54,13 @@ class ModelSteps:
         if facts.sampler == "full" and state.counts is None:
             state.count_tokens(self.decoder.vocab_size)
             self._cycles.clear()  # they do not count
+            self._traces = Traces(self.decoder)
         apply(plan, sections, state)
         mark("plan")
         rows, ready, finals = sections[:3]
         made: list[Result] = []
         if plan.spans:
-            first = prefill_step(self.decoder, plan.spans, ready, finals, facts)
+            first = self._prefill(plan, ready, finals)
             made += [first] if first is not None else []
             mark("prefill")
         if plan.rows:
@@ -69,6 +78,25 @@ class ModelSteps:
             torch.cat(parts, out=result)
         mark("pack")
 
+    def _prefill(self, plan: StepPlan, ready: Tensor, finals: Tensor) -> Result | None:
+        """All chunks; a short prompt alone in a shape that others have too, from its trace."""
+        facts, grain = plan.facts, 16
+        span, *others = plan.spans
+        size = -(-(span.stop - span.start) // grain) * grain
+        fixed = self.graphs and not self.capture and facts.sampler != "full"
+        whole = span.last and not span.resumed and not others and size <= MAX_PROMPT
+        # What is behind the prompt's end must lie on pages of its own: its first block's.
+        if not (fixed and whole and grain <= self.decoder.block_size):
+            return prefill_step(self.decoder, plan.spans, ready, finals, facts)
+        facts = self._rounded(replace(facts, width=1, kv_bound=span.start + size))
+
+        def step(slots: Tensor, start: Tensor) -> tuple[Tensor]:
+            return (prompt_step(self.decoder, slots, start, size, facts).record,)
+
+        start = self.decoder.positions[span.start : span.start + 1]
+        (record,) = self._traces.run("prefill", (size, facts), step, ready, start)
+        return Result(record, None)
+
     def capture_ahead(self, max_seqs: int) -> None:
         """Capture full greedy blocks of all batch sizes: later ones would make requests wait.
 
@@ -85,28 +113,26 @@ class ModelSteps:
 
     def cycle_of(self, rows: int, facts: Facts) -> EagerCycle:
         """The cycle for these facts: what is replayed is kept by all that is baked into it."""
-        size, table = self.decoder.target_pool.page_size, self.decoder.state.page_table
         few = rows <= MAX_ROWS and facts.sampler != "full"
         if not self.graphs or not (self.capture or few):
             return EagerCycle(self.decoder, facts)
-        pages = table.shape[1]
-        if self.decoder.ops.attention is attention:  # the definition reads as far as it is told
-            pages = min(round_pages(-(-facts.kv_bound // size)), pages)
-        facts = replace(facts, kv_bound=pages * size)
+        facts = self._rounded(facts)
         rows = bucket(rows) if self.capture else rows
         key = (rows, facts)
         if key not in self._cycles:
             self._cycles[key] = (
                 CapturedCycle(self.decoder, facts, rows, self.capture)
                 if self.capture
-                else TracedCycle(self.decoder, facts, room=self._room)
+                else TracedCycle(self.decoder, facts, self._traces)
             )
         return self._cycles[key]
 
-    def _room(self) -> bool:
-        """Whether there may be one more trace."""
-        cycles = self._cycles.values()
-        return sum(c.traces for c in cycles if isinstance(c, TracedCycle)) < MOST
+    def _rounded(self, facts: Facts) -> Facts:
+        """The same for every length that can share a graph or a trace."""
+        size, pages = self.decoder.target_pool.page_size, self.decoder.state.page_table.shape[1]
+        if self.decoder.ops.attention is attention:  # the definition reads as far as it is told
+            pages = min(round_pages(-(-facts.kv_bound // size)), pages)
+        return replace(facts, kv_bound=pages * size)
 
 
 def _bits(logprobs: Logprobs) -> Tensor:

@@ -47,10 +47,10 @@ def norm_rope(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2I] -> [..., I]. In inference mode it may lie in its argument."""
+    """silu(gate) * up of [..., 2I] -> [..., I]."""
     gate, up = gate_up.chunk(2, -1)
     if torch.is_inference_mode_enabled():
-        return F.silu(gate, inplace=True).mul_(up)
+        return F.silu(gate).mul_(up)
     return F.silu(gate) * up
 
 
@@ -105,7 +105,8 @@ def norm_rope_write(
     norm_rope(
         qk, weight, eps, rotary, out=qk
     )  # so that K and V lie side by side, to be copied once
-    rows.flatten(0, 1).index_put_((index,), kv.unflatten(-2, (2, num_kv)))
+    flat = rows.flatten(0, 1).flatten(1)
+    flat.index_copy_(0, index.flatten(), kv.flatten(-2).flatten(0, -2))
     return qkv[..., :num_q, :]
 
 

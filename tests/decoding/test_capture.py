@@ -27,7 +27,14 @@ import kit
 from kit import make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import EngineConfig
-from nanodflash.decoding.cycle import Decoder, commit_step, draft_step, prefill_step, verify_step
+from nanodflash.decoding.cycle import (
+    Decoder,
+    commit_step,
+    draft_step,
+    prefill_step,
+    prompt_step,
+    verify_step,
+)
 from nanodflash.decoding.plan import ACCEPTED, EMITTED, RAW_ACCEPTED, RECORD, Facts, Sampler, Span
 from nanodflash.models.config import DraftConfig, TargetConfig
 from nanodflash.models.dflash import DFlash
@@ -333,6 +340,22 @@ def test_a_cycle_can_be_captured(
     assert decoder.state.len[slots[:batch]].gt(torch.tensor(lengths[:batch])).all()
 
 
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("sampler", ["greedy", "sampled"])
+def test_a_prompt_in_one_shape_can_be_captured(
+    decoder: Decoder, sampler: Sampler, speculate: bool
+) -> None:
+    admit(decoder, sampler)
+    slots, start = torch.tensor([1]), torch.tensor([PAGE])
+    decoder.state.len[1] = len(PROMPTS[1]) - 1  # as if it had no first token yet
+    inputs = registered(decoder) | {"slots": slots, "start": start}
+    facts = Facts(1, sampler, speculate, 32)
+    step = lambda: prompt_step(decoder, slots, start, 16, facts).record  # noqa: E731
+    record, _ = watched(inputs, WRITABLE, step)
+    assert record[0, EMITTED] == 1
+    assert decoder.state.len[1] == len(PROMPTS[1])
+
+
 @pytest.mark.parametrize("sampler", ["greedy", "sampled"])
 def test_nothing_outlives_a_step_but_its_results(decoder: Decoder, sampler: Sampler) -> None:
     admit(decoder, sampler)
@@ -457,6 +480,9 @@ def test_a_cycle_runs_on_fake_cuda_tensors(sampler: Sampler, width: int, specula
         first = prefill_step(decoder, spans, slots[:1], slots[:1], facts)
         assert first is not None
         assert first.record.shape == (1, RECORD + 1)
+        one = prompt_step(decoder, slots[:1], slots[:1], 16, facts)
+        assert one.record.shape == (1, RECORD + 1)
+        assert one.record.device.type == "cuda"
 
 
 @pytest.mark.parametrize(

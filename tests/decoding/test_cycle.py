@@ -19,7 +19,14 @@ import oracle
 from kit import PATTERNS, Alone, Script, make_draft, make_target
 from nanodflash import SamplingParams
 from nanodflash.config import ACTIVE, BUDGET, FINISHED, RUNNING, STOP, EngineConfig
-from nanodflash.decoding.cycle import Decoder, Proposer, commit_step, draft_step, verify_step
+from nanodflash.decoding.cycle import (
+    Decoder,
+    Proposer,
+    commit_step,
+    draft_step,
+    prompt_step,
+    verify_step,
+)
 from nanodflash.decoding.kv_cache import KVPool, row_index
 from nanodflash.decoding.plan import (
     ACCEPTED,
@@ -290,6 +297,33 @@ def test_the_prefill_chunks_hold_fresh_rows() -> None:
         for _ in engine.run(sequence):
             check_pools(engine.runner.steps.decoder, slot_of(engine, sequence), prompt)
         assert sequence.token_ids == text("top_p")[:1]
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("start", [0, 8])
+@pytest.mark.parametrize("length", [9, 16, 23])
+def test_a_prompt_in_one_shape(length: int, start: int, speculate: bool) -> None:
+    """`prompt_step` is `prefill_step`: record and state, K/V below `len`, nobody's pages."""
+    prompt, size, pages, ends = PROMPTS["top_p"][:length], 16, [5, 2, 7, 3, 9, 4, 8, 1, 6, 10], []
+    facts, slots = Facts(1, "greedy", speculate, 40), torch.tensor([1])
+    for fixed in (False, True):
+        decoder = make_engine(size, 4, poison=True).runner.steps.decoder
+        state = decoder.state
+        kit.admit(state, 1, prompt, SamplingParams(), budget=9, draft_limit=LIMIT, pages=pages)
+        if start:
+            kit.prefill(decoder, [Span(1, 0, start, last=False)], facts)
+        before = [pool.rows.clone() for pool in (decoder.target_pool, decoder.draft_pool)]
+        if fixed:
+            rows = -(-(length - start) // size) * size
+            result = prompt_step(decoder, slots, torch.tensor([start]), rows, facts)
+            own = {*pages[start // 4 : -(-(length + size) // 4)]}
+            for old, pool in zip(before, (decoder.target_pool, decoder.draft_pool), strict=True):
+                assert {place // 4 for place in changed(old, pool)} <= own
+        else:
+            result = kit.prefill(decoder, [Span(1, start, length, last=True)], facts)
+        check_pools(decoder, 1, prompt, tapped=speculate)
+        ends.append((result.record, *(v for v in vars(state).values() if v is not None)))
+    assert all(a.equal(b) for a, b in zip(*ends, strict=True))
 
 
 # ---------------------------------------------------------------------- several requests

@@ -16,6 +16,11 @@ def cycles(llm: Any) -> list[TracedCycle]:
     return list(llm.engine.runner.steps._cycles.values())
 
 
+def traced(llm: Any) -> list[str]:
+    """Names of what is traced."""
+    return [name for name, _ in llm.engine.runner.steps._traces.made]
+
+
 def prompt(length: int) -> list[int]:
     return [(7 * i * i + length) % 300 for i in range(length)]
 
@@ -42,8 +47,7 @@ def test_replays_are_the_oracles(
     for length in LENGTHS * 2:
         (output,) = llm.generate(prompt(length), params, speculate)
         assert (output.token_ids, output.finish_reason) == expect(prompt(length), params)
-    names = {"draft", "verify"} if speculate else {"verify"}
-    assert any(set(cycle._traced) == names for cycle in cycles(llm))
+    assert set(traced(llm)) == {"prefill", "verify"} | ({"draft"} if speculate else set())
 
 
 @pytest.mark.parametrize("pattern", ["right", "third wrong", "random"])
@@ -55,9 +59,7 @@ def test_scripted_acceptance(scripted: Any, expect: Any, early: None, pattern: s
             engine.run(prompt(length), params, pattern).token_ids
             == expect(prompt(length), params)[0]
         )
-    # a caller's proposer is never traced
-    assert all(set(cycle._traced) <= {"verify"} for cycle in cycles(engine.llm))
-    assert any(cycle._traced for cycle in cycles(engine.llm))
+    assert set(traced(engine.llm)) == {"verify"}  # a caller's proposer is never traced
 
 
 def run_batches(llm: Any, expect: Any) -> None:
@@ -73,9 +75,24 @@ def run_batches(llm: Any, expect: Any) -> None:
 def test_batches_of_several_sizes(open_llm: Any, expect: Any, early: None) -> None:
     llm = open_llm(page_size=16, max_seqs=6)
     run_batches(llm, expect)
-    rows = {key[0] for key, cycle in llm.engine.runner.steps._cycles.items() if cycle._traced}
-    assert rows
+    rows = {key[0] for name, key in llm.engine.runner.steps._traces.made if name == "verify"}
+    assert len(rows) > 1
     assert max(rows) <= closures.MAX_ROWS
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_prompts_of_one_shape(open_llm: Any, expect: Any, early: None, page_size: int) -> None:
+    """Behind a prefix that is cached, or none; the last shape that is traced, and one behind it."""
+    llm, params = open_llm(page_size=page_size), SamplingParams(max_new_tokens=6)
+    whole, cached = prompt(100), []
+    lengths = (16, 17, 31, 32, 1, 2, 48, 63, 64, 65, 100, 97, 80, 33, 49, 50, 51)
+    for ids in [prompt(length) for length in lengths] + [whole[:length] for length in lengths]:
+        (output,) = llm.generate(ids, params)
+        assert output.token_ids == expect(ids, params)[0]
+        cached.append(output.metrics.cached_tokens)
+    shapes = {key[0] for name, key in llm.engine.runner.steps._traces.made if name == "prefill"}
+    assert shapes == {16, 32, 48, 64}
+    assert len(set(cached)) > 3
 
 
 def test_the_draft_pool_is_written_by_replays(open_llm: Any, early: None) -> None:
@@ -104,13 +121,13 @@ def test_there_are_not_more_traces_than_may_be(
     open_llm: Any, expect: Any, early: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes later runs from Python."""
-    monkeypatch.setattr("nanodflash.engine.steps.MOST", 3)
+    monkeypatch.setattr(closures, "MOST", 3)
     llm, params = open_llm(page_size=16), SamplingParams(max_new_tokens=30)
     for length in LENGTHS * 2:
         assert (
             llm.generate(prompt(length), params)[0].token_ids == expect(prompt(length), params)[0]
         )
-    assert sum(cycle.traces for cycle in cycles(llm)) == 3
+    assert len(traced(llm)) == 3
     assert len(cycles(llm)) > 2
 
 

@@ -24,7 +24,7 @@ from nanodflash import SamplingParams, ops
 from nanodflash.config import EngineConfig
 from nanodflash.decoding.cycle import Decoder
 from nanodflash.decoding.plan import StepPlan
-from nanodflash.engine import closures, steps
+from nanodflash.engine import closures
 from nanodflash.engine.paging import PagePool
 from nanodflash.engine.runner import Results, Runner
 from nanodflash.engine.scheduler import Scheduler
@@ -337,7 +337,7 @@ def test_schedules(part: int) -> None:
 def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules one after another on one engine: its traces meet pages that were another's."""
     monkeypatch.setattr(closures, "AFTER", 1)
-    monkeypatch.setattr(steps, "MOST", 64)  # these are small, and every shape shall have one
+    monkeypatch.setattr(closures, "MOST", 64)  # these are small, and every shape shall have one
     config = EngineConfig(
         max_model_len=LIMIT, block_size=4, page_size=4, num_pages=14, max_seqs=2, max_prefill=16
     )
@@ -345,7 +345,7 @@ def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(5):
         seen += run_schedule(seed, world)
         world.jobs.clear()
-    assert sum(len(cycle._traced) for cycle in world.runner.steps._cycles.values()) > 20
+    assert len(world.runner.steps._traces.made) > 20
     assert {"cached", "preempted", "evicted"} <= seen.keys()
 
 
