@@ -89,14 +89,15 @@ def apply(plan: StepPlan, sections: Sequence[Tensor], state: DeviceState) -> Non
 
 def admit(admissions: Sequence[Admission], values: Tensor, ids: Tensor, state: DeviceState) -> None:
     """Write the rows of admissions, values [A, 1 + ...] behind their slot, and their ids."""
+    slots, rows = values[:, 0], len(state.len)
+    wide = [(name, getattr(state, name).view(rows, -1)) for name in (*INTS, *REALS)]
+    parts = values[:, 1:].split([tensor.shape[1] for _, tensor in wide], 1)
+    for (name, tensor), part in zip(wide, parts, strict=True):
+        given = part if name in INTS else part.view(torch.float64).to(tensor.dtype)
+        tensor.index_copy_(0, slots, given)
     done = 0
-    for admission, row in zip(admissions, values, strict=True):
-        slot, at, count = admission.slot, 1, len(admission.ids)
-        for name in (*INTS, *REALS):
-            tensor = getattr(state, name)[slot : slot + 1]
-            part = row[at : at + tensor.numel()]
-            tensor.copy_(part if name in INTS else part.view(torch.float64))
-            at += tensor.numel()
+    for admission in admissions:
+        slot, count = admission.slot, len(admission.ids)
         state.tokens[slot, :count].copy_(ids[done : done + count])
         done += count
         state.count_ids(slot, admission.prompt_len, count)
