@@ -6,7 +6,8 @@ len .. len+S-1; the verify step runs the target over it; the commit step moves `
 was accepted and injects the target's features of it into the draft pool.
 
 No step asks the device for anything: shapes follow from `Facts` and the number of slots, so a
-CUDA graph can hold draft, and verify with commit. Prefill of any chunks runs eagerly.
+CUDA graph can hold draft, and verify with commit. Prefill of chunks runs eagerly; a short prompt
+alone can be held too (`prompt_step`).
 
 Source: dflash.md 2; design: state on the device, nothing rolled back, one acceptance rule.
 """
@@ -160,7 +161,9 @@ def prompt_step(decoder: Decoder, slots: Tensor, start: Tensor, size: int, facts
     _inject(decoder, features, positions, memory.index)
     state.state.index_fill_(0, slots, ACTIVE)
     end = state.len[slots][:, None]  # the last row's position, until the first token is there
-    last = hidden.gather(1, (end - start[:, None])[..., None].expand(-1, 1, hidden.shape[-1]))
+    # Where the step with the admission has failed it is another request's: what comes is ignored.
+    row = (end - start[:, None]).clamp(0, size - 1)[..., None]
+    last = hidden.gather(1, row.expand(-1, 1, hidden.shape[-1]))
     block = state.anchor[slots][:, None]
     tokens, logprobs = _choose(decoder, last, slots, end + 1, block, facts)
     return Result(_commit(decoder, slots, tokens[:, 1:], tokens), logprobs)

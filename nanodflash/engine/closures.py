@@ -33,7 +33,7 @@ from nanodflash.decoding.plan import Facts
 from nanodflash.engine.lean import PackedWeights, lean
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
-MOST = 14  # traces an engine keeps: each is some 7 MiB, which torch never gives back
+MOST = 14  # traces an engine keeps: each is some 7 MiB, which torch never gives back; and weights
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 MAX_PROMPT = 64  # likewise, tokens of a prompt, rounded up
 

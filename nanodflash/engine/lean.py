@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-ROWS = range(2, 17)  # of products with packed weights; one row is a product of another kind
-MOST = 64 << 20  # bytes: with larger weights a product waits for memory, not for its layout
+ROWS = range(8, 17)  # of products with packed weights: with fewer or more rows nothing is gained
+MOST_BYTES = 64 << 20  # packed: a larger model's products wait for memory, not for its layout
 ATEN, MKL = torch.ops.aten, torch.ops.mkl
+UNTOLD = ATEN._unsafe_view.default
 
 
 def lean(graph: GraphModule) -> GraphModule:
@@ -17,10 +18,11 @@ def lean(graph: GraphModule) -> GraphModule:
     views, and views that are there already.
     """
     nodes = graph.graph
-    reshapes = (ATEN.view.default, ATEN._unsafe_view.default)
+    reshapes = (ATEN.view.default, UNTOLD)
     views = (*reshapes, ATEN.select.int, ATEN.slice.Tensor, ATEN.unsqueeze.default)
     seen: dict[tuple[object, str], Node] = {}
     written = _written(graph)
+    assert all(node.op != "get_attr" for node in written), "what a step writes must be an input"
     for node in list(nodes.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
             continue
@@ -59,8 +61,8 @@ def _written(graph: GraphModule) -> set[Node]:
 
 def _passes_on(user: Node, node: Node) -> bool:
     """Whether what an operator gives, or writes, is memory of this one of its arguments."""
-    if not isinstance(user.target, torch._ops.OpOverload):
-        return True  # one of several results
+    if not isinstance(user.target, torch._ops.OpOverload) or user.target is UNTOLD:
+        return True  # one of several results, or a view whose schema does not say so
     arguments = user.target._schema.arguments
     given = {**dict(zip((a.name for a in arguments), user.args, strict=False)), **user.kwargs}
     return any(a.alias_info is not None and given.get(a.name) is node for a in arguments)
@@ -68,46 +70,58 @@ def _passes_on(user: Node, node: Node) -> bool:
 
 class PackedWeights:
     """Weights once more, in the layout that MKL's products read in one stream: products of few
-    rows with weights that lie outside the core's own cache are a fifth to a third faster.
+    rows with weights that lie outside the core's own cache are a tenth to a fifth faster.
 
     A layout is for one number of rows. An engine's own; its traces share them.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int, int], Tensor] = {}
+        # The plain weight is kept too: while it lives its address is nobody else's.
+        self._made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def use(self, graph: GraphModule) -> list[Tensor]:
         """Rewrite the products of a lean graph; what it is given from now on behind its inputs."""
-        if not torch.backends.mkl.is_available():
+        if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
             return []
-        nodes, given, products = graph.graph, list[Tensor](), _products(graph)
-        if sum({weight.data_ptr(): weight.nbytes for *_, weight in products}.values()) > MOST:
+        nodes, products = graph.graph, _products(graph)
+        fresh = {key: node for node, key in products.items() if key not in self._made}
+        plain = {key: _weight(graph, node) for key, node in fresh.items()}
+        known = [weight for weight, _ in self._made.values()]
+        if sum(weight.nbytes for weight in (*known, *plain.values())) > MOST_BYTES:
             return []
+        for key, weight in plain.items():
+            self._made[key] = weight, MKL._mkl_reorder_linear_weight(weight.contiguous(), key[0])
         (*_, last) = nodes.find_nodes(op="placeholder")
-        for node, rows, weight in products:
-            key = (weight.data_ptr(), *weight.shape, rows)
-            if key not in self._made:
-                self._made[key] = MKL._mkl_reorder_linear_weight(weight.contiguous(), rows)
-            given.append(self._made[key])
-            plain = f"packed_{node.name}"
-            graph.register_buffer(plain, weight)
-            with nodes.inserting_after(last):
-                last = nodes.placeholder(f"weight_{node.name}")
+        inputs: dict[tuple[int, ...], Node] = {}
+        for node, key in products.items():
+            if key not in inputs:
+                name = f"packed{len(inputs)}"
+                graph.register_buffer(f"{name}_plain", self._made[key][0])
+                with nodes.inserting_after(last):
+                    last = inputs[key] = nodes.placeholder(name)
             with nodes.inserting_before(node):
-                args = (node.args[0], last, nodes.get_attr(plain), None, rows)
+                same = nodes.get_attr(f"{inputs[key].target}_plain")
+                args = (node.args[0], inputs[key], same, None, key[0])
                 node.replace_all_uses_with(nodes.call_function(MKL._mkl_linear.default, args))
         nodes.eliminate_dead_code()
         graph.recompile()
-        return given
+        return [self._made[key][1] for key in inputs]
 
 
-def _products(graph: GraphModule) -> list[tuple[Node, int, Tensor]]:
-    """Products of a few rows with a constant in fp32: where, how many rows, the weight [O, C]."""
-    found = []
+def _products(graph: GraphModule) -> dict[Node, tuple[int, ...]]:
+    """Products of a few rows with a constant in fp32, and for each the rows and which weight."""
+    found = {}
     for node in graph.graph.find_nodes(op="call_function", target=ATEN.mm.default):
-        rows, constant = node.meta["shape"][0], node.args[1]
-        if constant.op == "get_attr" and rows in ROWS:
-            weight: Tensor = getattr(graph, constant.target)
+        rows = node.meta["shape"][0]
+        if node.args[1].op == "get_attr" and rows in ROWS:
+            weight = _weight(graph, node)
             if weight.dtype == torch.float32:
-                found.append((node, rows, weight.t()))
+                found[node] = (rows, weight.data_ptr(), *weight.shape, *weight.stride())
     return found
+
+
+def _weight(graph: GraphModule, product: Node) -> Tensor:
+    """[O, C] of a product [R, C] x [C, O]."""
+    constant: Any = product.args[1]
+    made: Tensor = getattr(graph, constant.target)
+    return made.t()

@@ -29,8 +29,8 @@ class ModelSteps:
     """Owns the decoder. A `Steps`.
 
     Args:
-        graphs:  replay cycles: captured ones, or traces of cycles of few rows; off, every step is
-                 run from Python.
+        graphs:  replay what is captured, or traces of cycles of few rows and of short prompts; off,
+                 every step is run from Python.
         capture: of a stream that can hold a step as a graph.
     """
 
@@ -79,13 +79,15 @@ class ModelSteps:
         mark("pack")
 
     def _prefill(self, plan: StepPlan, ready: Tensor, finals: Tensor) -> Result | None:
-        """All chunks; a short prompt alone in a shape that others have too, from its trace."""
+        """All chunks. A short prompt alone is padded to a shape that others have too, to be
+        replayed: until it is traced that costs up to a seventh more, then a third less.
+        """
         facts, grain = plan.facts, 16
         span, *others = plan.spans
         size = -(-(span.stop - span.start) // grain) * grain
         fixed = self.graphs and not self.capture and facts.sampler != "full"
         whole = span.last and not span.resumed and not others and size <= MAX_PROMPT
-        # What is behind the prompt's end must lie on pages of its own: its first block's.
+        # Padding lies on pages of the request, where its first block will: fewer rows than that.
         if not (fixed and whole and grain <= self.decoder.block_size):
             return prefill_step(self.decoder, plan.spans, ready, finals, facts)
         facts = self._rounded(replace(facts, width=1, kv_bound=span.start + size))

@@ -16,7 +16,8 @@ from nanodflash.engine import closures, lean
 from nanodflash.engine.closures import EagerCycle, Recorder, TracedCycle, Traces
 from nanodflash.engine.lean import PackedWeights
 
-needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+needs_mkl = pytest.mark.skipif(not has_mkl, reason="torch without MKL")
 
 
 def record(step: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
@@ -38,29 +39,59 @@ def test_what_depends_on_weights_alone_is_done_once() -> None:
     torch.testing.assert_close(graph(x)[0], (x @ weight.t() * 2).view(2, 9) + 1)
 
 
+def by_view(x: Tensor) -> Tensor:
+    scratch = torch.zeros(2)  # torch detaches it: what is added to is a view
+    before = x[:2].clone()
+    x[:2].add_(1)
+    return torch.cat((scratch.add_(x[:2]), before))
+
+
+def by_part(x: Tensor) -> Tensor:
+    whole = torch.zeros(4)
+    first, _ = whole.split(2)
+    first.add_(x[:2])
+    return whole + 1
+
+
+def by_out(x: Tensor) -> Tensor:
+    made = torch.ones(2)
+    torch.add(x[:2], made, out=made)
+    return made
+
+
+def by_untold_view(x: Tensor) -> Tensor:
+    product = torch.nn.functional.linear(torch.ones(1, 2, 3), torch.ones(2, 3))
+    return product.add_(x[:2])
+
+
+@pytest.mark.parametrize("step", [by_view, by_part, by_out, by_untold_view])
 @torch.inference_mode()
-def test_what_is_written_is_done_each_time() -> None:
-    """A constant that is filled anew, and a view that is read before and behind a write."""
-    buffer, x = torch.zeros(4), torch.randn(4)
+def test_what_is_written_is_made_each_time(step: Callable[[Tensor], Tensor]) -> None:
+    """A constant that a step fills, however it does, is no constant."""
+    graph = record(step, torch.randn(4))
+    for _ in range(3):
+        x = torch.randn(4)
+        mine, wanted = x.clone(), x.clone()
+        assert graph(mine)[0].equal(step(wanted))
+        assert mine.equal(wanted)
 
-    def step(x: Tensor) -> Tensor:
-        scratch = torch.zeros(2)
-        before = x[:2].clone()
-        x[:2].add_(1)
-        return torch.cat((scratch.add_(x[:2]), before, buffer))
 
-    graph, other = record(step, x.clone()), torch.randn(4)
-    for _ in range(2):
-        assert graph(other.clone())[0].equal(step(other.clone()))
+@torch.inference_mode()
+def test_what_is_written_must_be_given() -> None:
+    buffer = torch.zeros(4)
+    with pytest.raises(AssertionError, match="must be an input"):
+        record(lambda x: buffer[:2].add_(x[:2]), torch.randn(4))
 
 
 @needs_mkl
+@pytest.mark.filterwarnings("ignore")  # whatever the tracer has to say
 @pytest.mark.parametrize(
     ("rows", "dtype", "packed"),
     [
         (1, torch.float32, 0),
-        (2, torch.float32, 2),
-        (16, torch.float32, 2),
+        (7, torch.float32, 0),
+        (8, torch.float32, 3),
+        (16, torch.float32, 3),
         (17, torch.float32, 0),
         (16, torch.float64, 0),
         (16, torch.bfloat16, 0),
@@ -68,28 +99,49 @@ def test_what_is_written_is_done_each_time() -> None:
 )
 @torch.inference_mode()
 def test_which_products_are_packed(rows: int, dtype: torch.dtype, packed: int) -> None:
-    weights = [torch.randn(24, 8, dtype=dtype), torch.randn(10, 24, dtype=dtype).t().clone().t()]
-    x, scale = torch.randn(rows, 8, dtype=dtype), torch.randn(10, 3, dtype=dtype)
+    wide, square = torch.randn(24, 8, dtype=dtype), torch.randn(24, 24, dtype=dtype)
+    x, scale = torch.randn(rows, 8, dtype=dtype), torch.randn(24, 3, dtype=dtype)
 
     def step(x: Tensor, scale: Tensor) -> Tensor:  # the last one is no product with a constant
-        return x @ weights[0].t() @ weights[1].t() @ scale
+        y = x @ wide.t()
+        for matrix in (square, square.t(), square):
+            y = (y @ matrix).tanh()
+        return y @ scale
 
-    graph, weights_of = record(step, x, scale), PackedWeights()
-    given = weights_of.use(graph)
-    assert len(given) == names(graph).count("mkl._mkl_linear.default") == packed
-    assert names(graph).count("aten.mm.default") == 3 - packed
-    torch.testing.assert_close(graph(x, scale, *given)[0], step(x, scale))
-    again = weights_of.use(record(step, x, scale))
-    assert [id(tensor) for tensor in again] == [id(tensor) for tensor in given], "packed twice"
+    packs = PackedWeights()
+    for _ in range(2):
+        graph = record(step, x, scale)
+        given = packs.use(graph)
+        assert len(given) == packed  # one of them twice
+        assert names(graph).count("mkl._mkl_linear.default") == (4 if packed else 0)
+        assert names(graph).count("aten.mm.default") == (1 if packed else 5)
+        traced = torch.jit.trace(graph, (x, scale, *given), check_trace=False)
+        torch.testing.assert_close(traced(x, scale, *given)[0], step(x, scale))
+    assert len(packs._made) == packed, "packed twice"
 
 
+@needs_mkl
 @torch.inference_mode()
-def test_weights_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = torch.randn(8, 8), torch.randn(4, 8)
-    monkeypatch.setattr(lean, "MOST", weight.nbytes - 1)
-    graph = record(lambda x: x @ weight.t(), x)
-    assert PackedWeights().use(graph) == []
-    assert names(graph) == ["aten.mm.default"]
+def test_an_address_that_is_used_again() -> None:
+    """Weights come and go; what is packed is one weight's, for as long as it is kept."""
+    packs, x = PackedWeights(), torch.randn(8, 16)
+    for _ in range(5):
+        weight = torch.randn(16, 16)
+        graph = record(lambda x, weight=weight: x @ weight, x)
+        torch.testing.assert_close(graph(x, *packs.use(graph))[0], x @ weight)
+        del weight, graph
+
+
+@needs_mkl
+@torch.inference_mode()
+def test_no_more_is_packed_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(8, 8)
+    monkeypatch.setattr(lean, "MOST_BYTES", weight.nbytes)
+    packs, counts = PackedWeights(), []
+    for rows in (8, 9, 8):  # another number of rows is another layout
+        graph = record(lambda x: x @ weight.t(), torch.randn(rows, 8))
+        counts.append(len(packs.use(graph)))
+    assert counts == [1, 0, 1]
 
 
 @needs_mkl

@@ -334,18 +334,26 @@ def test_schedules(part: int) -> None:
     assert wanted <= seen.keys(), f"too tame: {seen}"
 
 
-def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "pages"), [(4, 14), (16, 17)])
+def test_replayed_from_traces(monkeypatch: pytest.MonkeyPatch, size: int, pages: int) -> None:
     """Schedules one after another on one engine: its traces meet pages that were another's."""
     monkeypatch.setattr(closures, "AFTER", 1)
     monkeypatch.setattr(closures, "MOST", 64)  # these are small, and every shape shall have one
     config = EngineConfig(
-        max_model_len=LIMIT, block_size=4, page_size=4, num_pages=14, max_seqs=2, max_prefill=16
+        max_model_len=LIMIT,
+        block_size=size,
+        page_size=4,
+        num_pages=pages,
+        max_seqs=2,
+        max_prefill=16,
     )
     world, seen = World(config, True, 0.0, depth=2, graphs=True), Counter[str]()
     for seed in range(5):
         seen += run_schedule(seed, world)
         world.jobs.clear()
-    assert len(world.runner.steps._traces.made) > 20
+    traced = Counter(name for name, _ in world.runner.steps._traces.made)
+    assert traced.total() > 20
+    assert bool(traced["prefill"]) == (size == 16)  # padding must fit in a block
     assert {"cached", "preempted", "evicted"} <= seen.keys()
 
 
