@@ -326,6 +326,17 @@ def test_a_prompt_in_one_shape(length: int, start: int, speculate: bool) -> None
     assert all(a.equal(b) for a, b in zip(*ends, strict=True))
 
 
+@pytest.mark.parametrize("stale", [0, 3, 60])
+def test_a_prompt_whose_admission_failed(stale: int) -> None:
+    """Its slot says what another request left there: nothing comes of the step, and it ends."""
+    decoder = make_engine(16, 4).runner.steps.decoder
+    decoder.state.len[1] = stale
+    decoder.state.forget([1])
+    facts = Facts(1, "greedy", True, 40)
+    result = prompt_step(decoder, torch.tensor([1]), torch.tensor([20]), 16, facts)
+    assert result.record[0, EMITTED] == 0
+
+
 # ---------------------------------------------------------------------- several requests
 
 
