@@ -95,7 +95,10 @@ def _attention_kernel(
     for base in range(mine * BLOCK_N, stop, SPLITS * BLOCK_N):
         key = base + tl.arange(0, BLOCK_N)
         written = key < end
-        page = tl.load(pages_ptr + batch * pages_batch + key // PAGE, mask=written, other=0)
+        if PAGE % BLOCK_N == 0:  # a tile lies in one page
+            page = tl.load(pages_ptr + batch * pages_batch + base // PAGE)
+        else:
+            page = tl.load(pages_ptr + batch * pages_batch + key // PAGE, mask=written, other=0)
         at = page * rows_page + (key % PAGE) * rows_place + head * rows_head
         kv_at = at[:, None] + dims[None, :]
         # What lies behind the block may be NaN, and zero times NaN is NaN: V is masked as K is.

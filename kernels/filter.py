@@ -63,7 +63,7 @@ def _largest(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _threshold_kernel(
     logits_ptr,
     temperature_ptr,

@@ -55,7 +55,7 @@ def bracket(
     return best, tl.sum(tl.where(bound[None, :] == best, counts, 0), 1), every
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # it only divides a row
 def peak_kernel(
     logits_ptr,
     temperature_ptr,
@@ -81,7 +81,7 @@ def peak_kernel(
         tl.store(peaks_ptr + row * tl.num_programs(1) + chunk, tl.max(top, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # it only divides a row
 def weigh_kernel(
     logits_ptr,
     temperature_ptr,
@@ -119,7 +119,7 @@ def weigh_kernel(
         tl.store(masses_ptr + at, tl.sum(mass, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # it only divides a row
 def gather_kernel(
     logits_ptr,
     temperature_ptr,

@@ -44,7 +44,8 @@ def _best_kernel(logits_ptr, best_ptr, vocab, CHUNK: tl.constexpr, BLOCK: tl.con
     tl.store(best_ptr + row * tl.num_programs(1) + chunk, tl.max(best, 0))
 
 
-@triton.jit
+# Rows of any width, which begin anywhere: no variant of each for that.
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["position_ptr"])
 def _sample_kernel(
     logits_ptr,
     threshold_ptr,

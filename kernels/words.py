@@ -51,4 +51,4 @@ def gumbel(u):
     rest = 1.0 - u
     exact = rest == 1.0
     safe = tl.where(exact, 0.5, rest)
-    return -tl.log(tl.where(exact, u, tl.log(safe) * (u / (safe - 1.0))))
+    return -tl.log(tl.where(exact, u, tl.log(safe) * tl.div_rn(u, safe - 1.0)))

@@ -164,7 +164,7 @@ class LLM:
             if place[0].type != "cuda" or not graphs:
                 return ModelSteps(decoder, graphs)
             steps = ModelSteps(decoder, graphs, stream.capture)
-            steps.capture_ahead(max_seqs)
+            steps.prepare(max_seqs, config.max_prefill, width.widths)
             return steps
 
         ahead = overlaps(overlap, self.device)

@@ -1,8 +1,12 @@
 """What an LLM's options mean for these models on this machine: device, sizes, operations."""
 
 import gc
+import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -151,4 +155,10 @@ def _missing(dtype: torch.dtype, head_dims: set[int]) -> str | None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < TRITON:
         return f"Triton is {triton.__version__}, wanted {'.'.join(map(str, TRITON))} or newer"
+    # It compiles a launcher for every kernel.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler, and there is neither gcc nor clang"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Triton needs Python's headers (python3-dev), and there is no {header}"
     return None

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanodflash import ops
+from nanodflash.benchmarks.kernel_errors import kernel_errors
 from nanodflash.benchmarks.kernel_times import kernel_times
 from nanodflash.benchmarks.random_pair import DRAFT, TARGET, Bench
 from nanodflash.decoding.cycle import Decoder
@@ -29,6 +31,8 @@ from nanodflash.models.config import DraftConfig, TargetConfig
 
 # TB/s and dense bf16 TFLOP/s that a device can be expected to reach (B200: an assumption).
 PEAKS = {"B200": (8.0, 1600), "H200": (4.8, 790), "H100": (3.35, 790), "A100": (2.0, 280)}
+CYCLE = ("draft", "verify")  # the parts of a step that are graphs
+PATIENCE, TESTS = 60, 150  # seconds for one measurement, and for the kernels' own tests
 CASES = Path(__file__).parents[2] / "tests" / "kernels" / "cases"
 
 
@@ -44,10 +48,15 @@ def run_steps(engine: Engine, requests: Sequence[host.Sequence], steps: int) -> 
     try:
         started = lambda r: len(r.token_ids) > 64  # noqa: E731 (warm: captured, compiled)
         _wait(handles, lambda: all(map(started, requests)))
-        before, tokens = engine.metrics.copy(), sum(len(r.token_ids) for r in requests)
+        before, first = engine.metrics.copy(), sum(len(r.token_ids) for r in requests)
         _wait(handles, lambda: engine.metrics.steps >= before.steps + steps)
-        spent, tokens = engine.metrics - before, sum(len(r.token_ids) for r in requests) - tokens
-        return spent.as_dict() | {"tau": tokens / spent.rows}
+        spent, last = engine.metrics - before, sum(len(r.token_ids) for r in requests)
+        told: dict[str, Any] = spent.as_dict()
+        # A step that waits for the host within itself is not idle: it shows here.
+        told["beside_ms"] = told["step_ms"] - sum(told["part_ms"].get(part, 0) for part in CYCLE)
+        prompts = sum(len(r.prompt) for r in requests)
+        held = (prompts + (first + last) / 2) / len(requests)
+        return told | {"tau": (last - first) / spent.rows, "mean_context": held}
     finally:
         for handle in handles:
             handle.abort()
@@ -56,7 +65,10 @@ def run_steps(engine: Engine, requests: Sequence[host.Sequence], steps: int) -> 
 
 
 def _wait(handles: list[RequestHandle], there: Callable[[], bool]) -> None:
+    end = time.perf_counter() + PATIENCE
     while not there():
+        if time.perf_counter() > end:
+            raise TimeoutError(f"nothing was measured within {PATIENCE} s")
         if any(handle.done for handle in handles):
             handles[0].result()  # raises what went wrong
             raise RuntimeError("a request ended before it was measured")
@@ -64,25 +76,53 @@ def _wait(handles: list[RequestHandle], there: Callable[[], bool]) -> None:
 
 
 def floors(
-    target: TargetConfig, draft: DraftConfig, batch: int, context: int, itemsize: int
+    target: TargetConfig,
+    draft: DraftConfig,
+    batch: int,
+    context: float,
+    itemsize: int,
+    width: float | None = None,
 ) -> dict[str, float]:
-    """Bytes and operations of a cycle that nothing can avoid: weights, K/V, products."""
+    """Bytes and operations of a cycle that nothing can avoid: weights, K/V, products.
+
+    Args:
+        width: rows of a block that are verified, on the mean; None is all of them.
+    """
     size, head = draft.block_size, target.vocab_size * target.hidden_size
+    width = size if width is None else width
     body = weight_count(target) - 2 * head  # the embedding is read by row
     drafter = weight_count(draft)
-    rows = batch * size
+    looks = [c.num_hidden_layers * c.num_attention_heads * c.head_dim for c in (target, draft)]
+    attention = 4 * context * (width * looks[0] + size * looks[1])
+    products = 2.0 * (width * (body + 2 * head) + size * drafter)
     kv = batch * context * page_bytes([target, draft], 1, itemsize)
-    attention = (
-        4
-        * rows
-        * context
-        * sum(c.num_hidden_layers * c.num_attention_heads * c.head_dim for c in (target, draft))
-    )
     return {
         "bytes": itemsize * (body + 2 * head + drafter) + kv,
-        "flops": 2.0 * rows * (body + 2 * head + drafter) + attention,
-        "plain_bytes": itemsize * (body + head) + kv,
+        "flops": batch * (products + attention),
+        "plain_bytes": itemsize * (body + head)
+        + batch * context * page_bytes([target], 1, itemsize),
     }
+
+
+def add_floors(
+    rows: list[dict[str, Any]],
+    target: TargetConfig,
+    draft: DraftConfig,
+    bandwidth: float,
+    arithmetic: float | None,
+) -> None:
+    """Add `floor_ms` to rows of `run_cycles`, for TB/s and TFLOP/s of a device."""
+    for row in rows:
+        if "error" in row:
+            continue
+        widths = {int(width): steps for width, steps in row["verify_widths"].items()}
+        width = sum(w * steps for w, steps in widths.items()) / max(sum(widths.values()), 1)
+        floor = floors(target, draft, row["batch"], row["mean_context"], 2, width or None)
+        plain = row["kind"] == "plain"
+        seconds = floor["plain_bytes" if plain else "bytes"] / bandwidth / 1e12
+        if arithmetic and not plain:
+            seconds = max(seconds, floor["flops"] / arithmetic / 1e12)
+        row["floor_ms"] = 1e3 * seconds
 
 
 def peaks() -> tuple[float, float | None]:
@@ -130,8 +170,9 @@ def kernel_tests(seconds: float) -> dict[str, Any]:
 
 
 def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any]:
-    """Are replays what steps from Python are; is a text the same whatever was proposed; is it that
-    of plain decoding, where a product of matrices has another number of rows.
+    """Are replays what steps from Python are; is a text the same whatever was proposed; how far is
+    it that of plain decoding, where a product of matrices has another number of rows, and that of
+    the definitions, which round elsewhere.
     """
     asked = lambda speculate=True: [  # noqa: E731
         bench.request(length, new, speculate, seed=length) for length in lengths
@@ -149,6 +190,9 @@ def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any
     run("graphs", decoder, True)
     run("eager", decoder, False)
     run("plain", decoder, True, speculate=False)
+    decoder = bench.decoder(ops.REFERENCE)
+    run("definitions", decoder, False)
+    del decoder  # before the next one is made: there is room for one
     known = [torch.tensor(text) for text in texts["graphs"]]
     prompts = [request.prompt for request in asked()]
 
@@ -167,9 +211,12 @@ def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any
         "lengths": list(lengths),
         "graphs_are_eager": texts["graphs"] == texts["eager"],
         "whatever_is_proposed": texts["graphs"] == texts["all right"],
-        "plain_same_until": [
-            _same_until(a, b) for a, b in zip(texts["graphs"], texts["plain"], strict=True)
-        ],
+        **{
+            f"{other}_same_until": [
+                _same_until(a, b) for a, b in zip(texts["graphs"], texts[other], strict=True)
+            ]
+            for other in ("plain", "definitions")
+        },
         "new_tokens": new,
         "different_ids": [len(set(text)) for text in texts["graphs"]],
     }
@@ -185,9 +232,13 @@ def run_cycles(
     contexts: Sequence[int],
     steps: int,
     widths: Sequence[int | None],
+    told: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """Milliseconds of a step, idle share and tokens a cycle: plain decoding, overlap on and off,
     and other widths of verification at the largest batch.
+
+    Args:
+        told: called with each row when it is there.
     """
     found = []
     decoder = bench.decoder(bench.scripted())
@@ -196,8 +247,13 @@ def run_cycles(
         requests = [
             bench.request(context, bench.new_tokens, speculate, seed=i) for i in range(batch)
         ]
-        told = run_steps(engine, requests, steps)
-        found.append({"kind": kind, "batch": batch, "context": context} | told)
+        row: dict[str, Any] = {"kind": kind, "batch": batch, "context": context}
+        try:
+            row |= run_steps(engine, requests, steps)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+        found.append(row)
+        told(row)
 
     for kind, overlap, width, speculate in (
         ("DFlash", True, 0, True),
@@ -235,16 +291,23 @@ def gpu_check(told: Callable[[str], None]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "tb_per_second": bandwidth,
         "tflops": arithmetic,
+        "reduced_bf16_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
     }
+    target, draft = bench.models[0].config, bench.models[1].config
+    tell = lambda **part: told(json.dumps(part))  # noqa: E731
+    shapes = ((1, 512), (32, 512), (1, 4096))
     parts: dict[str, Callable[[], Any]] = {
+        "tests": lambda: kernel_tests(TESTS),
+        "errors": lambda: kernel_errors(bench.table, target, bench.models[0].norm),
         "same": lambda: same_tokens(bench, (5, 64, 300, 1000), new=48),
-        "cycles": lambda: run_cycles(bench, (1, 8, 32), (512, 4096), 40, (8, None)),
         "kernels": lambda: [
             row
-            for shape in ((1, 512), (32, 512), (1, 4096))
+            for shape in shapes
             for row in kernel_times(bench.models[0], bench.table, 16, *shape, bandwidth)
         ],
-        "tests": lambda: kernel_tests(max(30.0, 350 - (time.perf_counter() - began))),
+        "cycles": lambda: run_cycles(
+            bench, (1, 8, 32), (512, 4096), 40, (8, None), lambda row: tell(cycle=row)
+        ),
     }
     for name, part in parts.items():
         try:
@@ -252,13 +315,7 @@ def gpu_check(told: Callable[[str], None]) -> dict[str, Any]:
         except Exception as error:
             traceback.print_exc()
             result[name] = {"error": f"{type(error).__name__}: {error}"}
-        told(json.dumps({name: result[name]}))
-    target, draft = bench.models[0].config, bench.models[1].config
-    for row in result["cycles"] if isinstance(result["cycles"], list) else []:
-        floor = floors(target, draft, row["batch"], row["context"], 2)
-        plain = row["kind"] == "plain"
-        seconds = floor["plain_bytes" if plain else "bytes"] / bandwidth / 1e12
-        if arithmetic and not plain:
-            seconds = max(seconds, floor["flops"] / arithmetic / 1e12)
-        row["floor_ms"] = 1e3 * seconds
+        tell(**{name: result[name], "seconds": time.perf_counter() - began})
+    if isinstance(result["cycles"], list):
+        add_floors(result["cycles"], target, draft, bandwidth, arithmetic)
     return result | {"seconds": time.perf_counter() - began}

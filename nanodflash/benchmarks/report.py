@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 SPREADS = ("first_ms", "token_ms")
-GPU_PARTS = ("same", "cycles", "kernels", "tests")
+GPU_PARTS = ("tests", "errors", "same", "kernels", "cycles")
 PUBLISHED = 0.33  # lmsys.org, DFlash with overlap against without, Qwen3-8B on a B200
 
 
@@ -185,32 +185,44 @@ def gpu(result: dict[str, Any]) -> str:
     lines += [f"{part} failed: {told['error']}" for part, told in failed.items()]
     if "cycles" not in failed:
         lines += [
-            "| requests | context | | step ms | floor ms | ratio | idle | tau | tokens/s |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| requests | context | | step ms | floor | ratio | idle | beside | tau | tokens/s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for row in result["cycles"]:
+            if "error" in row:
+                lines.append(
+                    f"| {row['batch']} | {row['context']} | {row['kind']}: {row['error']} |"
+                )
+                continue
             spent = row["step_ms"] / (1 - row["idle_share"])
             lines.append(
                 f"| {row['batch']} | {row['context']} | {row['kind']} | {row['step_ms']:.2f} "
                 f"| {row['floor_ms']:.2f} | {row['step_ms'] / row['floor_ms']:.2f} "
-                f"| {row['idle_share']:.2%} | {row['tau']:.2f} "
+                f"| {row['idle_share']:.2%} | {row['beside_ms']:.2f} ms | {row['tau']:.2f} "
                 f"| {1e3 * row['batch'] * row['tau'] / spent:.0f} |"
             )
     if "kernels" not in failed:
         lines += ["", "| kernel | requests | context | us | of peak |", "|---|---|---|---|---|"]
         lines += [
-            f"| {row['kernel']} | {row['batch']} | {row['context']} | {1e3 * row['ms']:.1f} "
-            f"| {row['share']:.0%} |"
+            f"| {row['kernel']} | {row['batch']} | {row['context']} | {1e3 * row['ms']:.1f} | "
+            + ("cached |" if row["share"] is None else f"{row['share']:.0%} |")
             for row in result["kernels"]
         ]
+    if "errors" not in failed:
+        worst: dict[str, dict[str, Any]] = {}
+        for row in result["errors"]:
+            if row["error"] >= worst.get(row["kernel"], row)["error"]:
+                worst[row["kernel"]] = row
+        lines += ["", "| kernel against its definition | largest error | at |", "|---|---|---|"]
+        lines += [f"| {k} | {row['error']:.1e} | {row['case']} |" for k, row in worst.items()]
     if "same" not in failed:
         same = result["same"]
         lines += [
             "",
             f"Graphs are what eager steps are: {same['graphs_are_eager']}. Tokens are the same "
             f"whatever is proposed: {same['whatever_is_proposed']}. Plain decoding has the same "
-            f"first {same['plain_same_until']} of {same['new_tokens']} tokens; different ids in a "
-            f"text: {same['different_ids']}.",
+            f"first {same['plain_same_until']} of {same['new_tokens']} tokens, the definitions "
+            f"{same['definitions_same_until']}; different ids in a text: {same['different_ids']}.",
         ]
     last = result["tests"].get("last", result["tests"].get("error", "no checkout"))
     return "\n".join([*lines, "", f"Kernel tests: {last}. {result['seconds']:.0f} s."])

@@ -96,7 +96,8 @@ class RaggedMemory(RowWriter):
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Write all rows, then each span sees its own request only: [T, Hq, D]."""
         q, rows = self.write(layer, heads), self.rows[layer]
-        return torch.cat([seen[layer](q[None, a:b], rows)[0] for a, b, seen in self.spans])
+        parts = [seen[layer](q[None, a:b], rows)[0] for a, b, seen in self.spans]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def row_index(table: Tensor, positions: Tensor, page_size: int) -> Tensor:

@@ -36,7 +36,7 @@ def workspace_bytes(
     """What the widest step needs beside weights and pages: logits, activations, history."""
     rows = bucket(config.max_seqs) * config.block_size
     # Logits, and what becomes of them in fp32 and int32 where a request asks for penalties.
-    logits = rows * target.vocab_size * (itemsize + 24)
+    logits = rows * target.vocab_size * (itemsize + 26)
     state = (config.max_seqs + 1) * (5 * target.vocab_size + 8 * config.max_model_len)
     tapped = len(draft.target_layer_ids) if draft else 0
     columns = 3 * target.intermediate_size + (8 + 2 * tapped) * target.hidden_size

@@ -1,5 +1,6 @@
 """Does the work of a step with the models: the only caller of `decoding.cycle`."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from nanodflash.config import MAX_LOGPROBS
 from nanodflash.decoding.cycle import Decoder, Result, prefill_step, prompt_step
 from nanodflash.decoding.packet import apply
-from nanodflash.decoding.plan import Facts, StepPlan
+from nanodflash.decoding.plan import Facts, Span, StepPlan
 from nanodflash.decoding.sampling import Logprobs
 from nanodflash.engine.closures import (
     MAX_PROMPT,
@@ -41,6 +42,7 @@ class ModelSteps:
         self.device = decoder.positions.device
         self._cycles: dict[tuple[int, Facts], EagerCycle] = {}
         self._traces = Traces(decoder)
+        self._broken: RuntimeError | None = None
 
     def run(
         self,
@@ -99,15 +101,27 @@ class ModelSteps:
         (record,) = self._traces.run("prefill", (size, facts), step, ready, start)
         return Result(record, None)
 
-    def capture_ahead(self, max_seqs: int) -> None:
-        """Capture full greedy blocks of all batch sizes: later ones would make requests wait.
+    def prepare(self, max_seqs: int, max_prefill: int, widths: Sequence[int]) -> None:
+        """Compile and capture what greedy requests will need: in service it would make them wait.
 
-        The largest first, so that the smaller find room in what it has freed.
+        Prompt chunks of any length are served by a few variants of attention, which follow from
+        the length's power of two. The largest graphs first, so that the smaller find room in what
+        they have freed.
+
+        Args:
+            widths: rows of a block that will be verified.
         """
-        size = self.decoder.block_size
-        if self.decoder.ops.attention is not attention:  # else there is one for every length
-            for rows in sorted({bucket(rows) for rows in range(1, max_seqs + 1)}, reverse=True):
-                self.cycle_of(rows, Facts(size, "greedy", size > 1, size))
+        size, spare = self.decoder.block_size, len(self.decoder.state.len) - 1
+        if self.decoder.ops.attention is attention:  # nothing to compile, a graph for every length
+            return
+        none, facts = self.decoder.state.len[:0], Facts(1, "greedy", size > 1, 1)
+        most = min(max_prefill, self.decoder.state.tokens.shape[1] - size)
+        for length in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+            spans = [Span(spare, 0, length, last=False)]
+            prefill_step(self.decoder, spans, none, none, facts)
+        for rows in sorted({bucket(rows) for rows in range(1, max_seqs + 1)}, reverse=True):
+            for width in widths:
+                self.cycle_of(rows, Facts(width, "greedy", size > 1, size))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Make the slots of a step that failed inert."""
@@ -122,12 +136,25 @@ class ModelSteps:
         rows = bucket(rows) if self.capture else rows
         key = (rows, facts)
         if key not in self._cycles:
+            if self._broken:
+                return EagerCycle(self.decoder, facts)
             self._cycles[key] = (
-                CapturedCycle(self.decoder, facts, rows, self.capture)
+                self._captured(facts, rows, self.capture)
                 if self.capture
                 else TracedCycle(self.decoder, facts, self._traces)
             )
         return self._cycles[key]
+
+    def _captured(self, facts: Facts, rows: int, capture: Capture) -> EagerCycle:
+        """A cycle as graphs. If that fails there are no more: torch may be in the middle of one."""
+        try:
+            return CapturedCycle(self.decoder, facts, rows, capture)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._broken = error  # its frames keep half a cycle, whose end could harm other graphs
+            warnings.warn(f"no more graphs, new steps run from Python: {error}", stacklevel=2)
+            return EagerCycle(self.decoder, facts)
 
     def _rounded(self, facts: Facts) -> Facts:
         """The same for every length that can share a graph or a trace."""

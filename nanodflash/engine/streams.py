@@ -10,6 +10,7 @@ Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, events, p
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -260,7 +261,8 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._latest: CudaEvent | None = None
-        self._pool: Any = None  # of graphs
+        self._pool: Any = None  # of graphs, and gone with the last of them
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._meet()
 
     def _meet(self) -> None:
@@ -314,9 +316,10 @@ class CudaStream:
         The error mode is the thread's own: another one waits for events meanwhile.
         """
         with CAPTURING:
-            if self._pool is None:
+            if not self._graphs:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
+            self._graphs.add(graph)
             mode = "thread_local"
             collects = gc.isenabled()
             gc.disable()  # what it would free here may not be freed within a capture

@@ -5,6 +5,8 @@ them again on these tensors and writes into the tensors that came out. So whatev
 while it was captured is baked in, as in a CUDA graph: a length, a slot, a buffer that was replaced.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -189,12 +191,45 @@ def test_a_baked_length_is_found(open_llm: Any, expect: Any, monkeypatch: Any) -
 
 
 def test_captured_ahead(open_llm: Any, taped: None) -> None:
-    """Every batch size, the largest first; a greedy request then captures nothing."""
+    """Every batch size and width, the largest first; a greedy request then captures nothing."""
     llm = open_llm(page_size=16, max_seqs=12)
-    llm.engine.runner.steps.capture_ahead(12)
-    assert [rows for rows, _ in captured(llm)] == [16, 8, 4, 2, 1]
+    decoder = llm.engine.runner.steps.decoder
+    before = [pool.rows[:, 1:].clone() for pool in (decoder.target_pool, decoder.draft_pool)]
+    llm.engine.runner.steps.prepare(12, 100, (16, 8))
+    keys = [(rows, facts.width) for rows, facts in captured(llm)]
+    assert keys == [(rows, width) for rows in (16, 8, 4, 2, 1) for width in (16, 8)]
+    for pool, rows in zip((decoder.target_pool, decoder.draft_pool), before, strict=True):
+        assert pool.rows[:, 1:].equal(rows)  # prompts of the spare slot lie on the dummy page
     llm.generate([prompt(length) for length in LENGTHS], SAMPLING["greedy"])
-    assert len(captured(llm)) == 5
+    assert len(captured(llm)) == 10
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_capture_that_fails(
+    open_llm: Any, expect: Any, taped: None, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """What is captured goes on; what is new runs from Python, and nothing is captured any more."""
+    calls = 0
+
+    def fails(work: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        nonlocal calls
+        calls += 1
+        if calls > at:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return capture(work)
+
+    llm = open_llm(page_size=16, max_seqs=3)
+    monkeypatch.setattr(llm.engine.runner.steps, "capture", fails)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for some in ([9], [9, 40], [7], [1, 23, 90]):
+            outputs = llm.generate([prompt(length) for length in some], SAMPLING["greedy"])
+            for output, length in zip(outputs, some, strict=True):
+                assert output.token_ids == expect(prompt(length), SAMPLING["greedy"])[0]
+    assert ["no more graphs" in str(one.message) for one in told] == [True]
+    assert calls == at + 1
+    kinds = Counter(type(cycle) for cycle in llm.engine.runner.steps._cycles.values())
+    assert kinds[CapturedCycle] == at // 2
 
 
 @pytest.mark.parametrize("rows", range(1, 70))

@@ -1,6 +1,7 @@
 """What an LLM's options mean: which operations run, and where kernels cannot."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,20 @@ def choose(
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Triton that says which one it is; the kernels are not asked for."""
+def headers(tmp_path: Path) -> Path:
+    """Where Python's headers are."""
+    return tmp_path
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch, headers: Path) -> Any:
+    """A Triton that says which one it is, and all it needs; the kernels are not asked for."""
     made = SimpleNamespace(__version__="3.6.0")
     monkeypatch.setitem(sys.modules, "triton", made)
     monkeypatch.setattr(ops, "kernel_ops", lambda names: ("kernels", names))
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(options.sysconfig, "get_paths", lambda: {"include": str(headers)})
+    (headers / "Python.h").touch()
     return made
 
 
@@ -53,6 +63,19 @@ def test_where_they_cannot_run_one_line_says_so(
     with pytest.warns(UserWarning, match=f"reference operations run, slowly: .*{told}") as seen:
         assert choose(dtype=dtype, **changes) is ops.REFERENCE
     assert len(seen) == 1
+
+
+def test_without_a_compiler(triton: Any, headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would raise at the first launch, in the middle of a step."""
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(options.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning, match="needs a C compiler"):
+        assert choose() is ops.REFERENCE
+    monkeypatch.setattr(options.shutil, "which", lambda name: name if name == "clang" else None)
+    assert choose() == ("kernels", ())
+    (headers / "Python.h").unlink()
+    with pytest.warns(UserWarning, match="needs Python's headers"):
+        assert choose() is ops.REFERENCE
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,13 +190,16 @@ class Launch(NamedTuple):
 
 
 def describe(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Launch:
-    """Specialise as a launch does: one is a constant, multiples of 16 and pointers are aligned."""
+    """Specialise as a launch does: one is a constant, multiples of 16 and pointers are aligned,
+    but for the parameters that the kernel says are not to be looked at.
+    """
     options = {key: named.pop(key) for key in set(named) - set(kernel.arg_names)}
     values = dict(zip(kernel.arg_names, args, strict=False)) | named
     assert list(values) == kernel.arg_names
     signature, constants, attrs = {}, {}, {}
     for i, (param, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
-        if param.is_constexpr or (isinstance(value, int) and value == 1):
+        whole = isinstance(value, int) and not param.do_not_specialize
+        if param.is_constexpr or (whole and value == 1):
             signature[param.name], constants[param.name] = "constexpr", value
             continue
         if isinstance(value, Tensor):
@@ -205,7 +208,8 @@ def describe(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Launc
             signature[param.name] = "fp32"
         else:
             signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        aligned = not param.do_not_specialize_on_alignment
+        if aligned and (isinstance(value, Tensor) or (whole and value % 16 == 0)):
             attrs[(i,)] = [["tt.divisibility", 16]]
     return Launch(kernel, signature, constants, attrs, options)
 

@@ -1,5 +1,6 @@
 """Paged attention against `ops.paged_attention` over pages full of NaN, and bit for bit."""
 
+import os
 import random
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor
 from nanodflash import ops
 
 NAN = float("nan")
-# The interpreter multiplies the bit patterns of bf16, so the dots are tested in these. Largest
-# error of a row of values of size 1; the sums are fp32, fp16 rounds weights and result.
+# Largest error of rows of values of size 1; the sums are fp32, fp16 rounds weights and result.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+if os.environ.get("TRITON_INTERPRET") != "1":  # which multiplies the bit patterns of bf16
+    TOLERANCE[torch.bfloat16] = 2e-2
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
