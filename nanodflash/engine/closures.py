@@ -33,7 +33,7 @@ from nanodflash.decoding.plan import Facts
 from nanodflash.engine.lean import PackedWeights, lean
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
-MOST = 14  # traces an engine keeps: each is some 7 MiB, which torch never gives back; and weights
+MOST = 12  # traces an engine keeps: each is some 6 MiB, which torch never gives back
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 MAX_PROMPT = 64  # likewise, tokens of a prompt, rounded up
 
@@ -141,20 +141,23 @@ class Traces:
         recorder = Recorder(given)
         with recorder:
             results = step(*inputs)
-        graph = lean(recorder.finish(results))
-        packed = self._packed.use(graph)
+        graphs = [lean(recorder.finish(results))]
+        packed = self._packed.use(graphs[0])
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
 
         def recorded(*given: Tensor) -> Tensors:
-            made.append(graph(*given))
+            made.append(graphs[0](*given))
             return made[-1]
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # whatever the tracer has to say of constants
             traced = torch.jit.trace(recorded, (*given, *packed), check_trace=False)
         self.made[one] = lambda *given: traced(*given, *packed)
-        return made[0] if made else self.made[one](*given)  # PYTORCH_JIT=0: it was not run
+        if not made:  # PYTORCH_JIT=0: `traced` is `recorded`
+            return self.made[one](*given)
+        graphs.clear()  # torch keeps `recorded`, and 1 MiB more with it
+        return made.pop()
 
 
 class _Notes:
