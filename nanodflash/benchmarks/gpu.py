@@ -7,7 +7,9 @@ is accepted is scripted, on the device, since a random drafter is never right.
 import gc
 import importlib.util
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +34,8 @@ from nanodflash.models.config import DraftConfig, TargetConfig
 # TB/s and dense bf16 TFLOP/s that a device can be expected to reach (B200: an assumption).
 PEAKS = {"B200": (8.0, 1600), "H200": (4.8, 790), "H100": (3.35, 790), "A100": (2.0, 280)}
 CYCLE = ("draft", "verify")  # the parts of a step that are graphs
-PATIENCE, TESTS = 60, 150  # seconds for one measurement, and for the kernels' own tests
+# Seconds: for one measurement, for the kernels' own tests, until the last measurement begins.
+PATIENCE, TESTS, MOST = 60, 150, 340
 CASES = Path(__file__).parents[2] / "tests" / "kernels" / "cases"
 
 
@@ -60,8 +63,9 @@ def run_steps(engine: Engine, requests: Sequence[host.Sequence], steps: int) -> 
     finally:
         for handle in handles:
             handle.abort()
+        end = time.perf_counter() + PATIENCE
         for handle in handles:
-            handle.wait(60)
+            handle.wait(max(0.0, end - time.perf_counter()))
 
 
 def _wait(handles: list[RequestHandle], there: Callable[[], bool]) -> None:
@@ -151,22 +155,49 @@ def kernel_tests(seconds: float) -> dict[str, Any]:
     flags += ["-o", f"pythonpath={root} {root / 'tests'}"]
     if importlib.util.find_spec("xdist"):  # compiling is most of it
         flags += ["-n", str(min(os.cpu_count() or 1, 12))]
+    tests = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *flags, str(CASES)],
+        cwd=root,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    late = ""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *flags, str(CASES)],
-            cwd=root,
-            env=os.environ | {"TRITON_INTERPRET": "0"},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired as late:
-        told = late.stdout or b""
-        text = told.decode() if isinstance(told, bytes) else told
-        return {"ran": True, "ok": False, "last": f"not done in {seconds:.0f} s: {text[-200:]}"}
-    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+        text, _ = tests.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(tests.pid, signal.SIGKILL)  # its workers too: they would disturb what follows
+        text, _ = tests.communicate()
+        late = f"not done in {seconds:.0f} s: "
+    lines = text.strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith("FAILED")]
-    return {"ran": True, "ok": done.returncode == 0, "last": lines[-1], "failed": failed}
+    return {"ran": True, "ok": tests.returncode == 0, "last": late + lines[-1], "failed": failed}
+
+
+def ahead(bench: Bench) -> dict[str, Any]:
+    """What an engine compiles and captures before it serves: seconds, graphs, GiB; and how many
+    graphs a greedy request asks for beside them (none).
+    """
+    decoder = bench.decoder(bench.table)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    began, (free, _) = time.perf_counter(), torch.cuda.mem_get_info()
+    size = bench.config.block_size
+    engine = bench.engine(decoder, width=None, ahead=(size, -(-size // 2), 1))
+    try:
+        graphs = len(engine.runner.steps.cycles)
+        torch.cuda.empty_cache()
+        told = {
+            "seconds": time.perf_counter() - began,
+            "cycles": graphs,
+            "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
+        }
+        run_tokens(engine, [bench.request(100, 64)])
+        return told | {"in_service": len(engine.runner.steps.cycles) - graphs}
+    finally:
+        engine.close()
 
 
 def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any]:
@@ -190,9 +221,8 @@ def same_tokens(bench: Bench, lengths: Sequence[int], new: int) -> dict[str, Any
     run("graphs", decoder, True)
     run("eager", decoder, False)
     run("plain", decoder, True, speculate=False)
-    decoder = bench.decoder(ops.REFERENCE)
-    run("definitions", decoder, False)
     del decoder  # before the next one is made: there is room for one
+    run("definitions", bench.decoder(ops.REFERENCE), False)
     known = [torch.tensor(text) for text in texts["graphs"]]
     prompts = [request.prompt for request in asked()]
 
@@ -233,12 +263,14 @@ def run_cycles(
     steps: int,
     widths: Sequence[int | None],
     told: Callable[[dict[str, Any]], None] = lambda row: None,
+    end: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Milliseconds of a step, idle share and tokens a cycle: plain decoding, overlap on and off,
     and other widths of verification at the largest batch.
 
     Args:
         told: called with each row when it is there.
+        end:  of `time.perf_counter`, from which on nothing is measured any more.
     """
     found = []
     decoder = bench.decoder(bench.scripted())
@@ -249,6 +281,8 @@ def run_cycles(
         ]
         row: dict[str, Any] = {"kind": kind, "batch": batch, "context": context}
         try:
+            if time.perf_counter() > end:
+                raise TimeoutError("no time left")
             row |= run_steps(engine, requests, steps)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"
@@ -295,10 +329,11 @@ def gpu_check(told: Callable[[str], None]) -> dict[str, Any]:
     }
     target, draft = bench.models[0].config, bench.models[1].config
     tell = lambda **part: told(json.dumps(part))  # noqa: E731
-    shapes = ((1, 512), (32, 512), (1, 4096))
+    shapes = ((1, 512), (32, 512), (32, 4096))
     parts: dict[str, Callable[[], Any]] = {
         "tests": lambda: kernel_tests(TESTS),
         "errors": lambda: kernel_errors(bench.table, target, bench.models[0].norm),
+        "ahead": lambda: ahead(bench),
         "same": lambda: same_tokens(bench, (5, 64, 300, 1000), new=48),
         "kernels": lambda: [
             row
@@ -306,7 +341,13 @@ def gpu_check(told: Callable[[str], None]) -> dict[str, Any]:
             for row in kernel_times(bench.models[0], bench.table, 16, *shape, bandwidth)
         ],
         "cycles": lambda: run_cycles(
-            bench, (1, 8, 32), (512, 4096), 40, (8, None), lambda row: tell(cycle=row)
+            bench,
+            (1, 8, 32),
+            (512, 4096),
+            40,
+            (8, None),
+            lambda row: tell(cycle=row),
+            began + MOST,
         ),
     }
     for name, part in parts.items():

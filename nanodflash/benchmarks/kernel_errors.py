@@ -1,6 +1,7 @@
 """How far each kernel is from its definition, at the shapes and in the dtype that are served."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from nanodflash import ops
 from nanodflash.models.config import TargetConfig
 
-PAGE = 64
+PAGE, PAGES = 64, 80  # places a page, pages a sequence
 
 
 def kernel_errors(
@@ -22,30 +23,37 @@ def kernel_errors(
     widths: Sequence[int] = (16, 8, 1),
     prompts: Sequence[int] = (33, 300, 4096),
 ) -> list[dict[str, Any]]:
-    """The largest difference between a kernel's numbers and the definition's, on the same inputs in
-    fp32; of choices the share that differs.
+    """How far a kernel's numbers are from the definition's on the same inputs in fp32, and how far
+    the definition's own are in the kernel's dtype: `error` and `rounding`, shares of the largest
+    number, None where one is not finite. Of choices the share that differs.
 
     Args:
         like: of the dtype and device.
     """
     found: list[dict[str, Any]] = []
 
-    def tell(kernel: str, case: str, got: Tensor, wanted: Tensor) -> None:
-        if got.dtype == torch.int64:
-            error = (got != wanted).float().mean()
-        else:
-            error = (got.float() - wanted.float()).abs().max()
-        found.append({"kernel": kernel, "case": case, "error": float(error)})
+    def tell(kernel: str, case: str, got: Tensor, rounded: Tensor, wanted: Tensor) -> None:
+        errors = {"error": _error(got, wanted), "rounding": _error(rounded, wanted)}
+        found.append({"kernel": kernel, "case": case} | errors)
 
-    for batch, context, width in product(batches, contexts, widths):
-        case = f"{batch} x {width} rows after {context}"
-        tell("attention", case, *_attention(table, config, like, batch, context, width))
-    for length in prompts:
-        tell("attention", f"a prompt of {length}", *_attention(table, config, like, 1, 0, length))
-    for rows in (1, 16, 512):
-        for name, got, wanted in _rows(table, config, like, rows):
-            tell(name, f"{rows} rows", got, wanted)
+    with torch.inference_mode():
+        for batch, context, width in product(batches, contexts, widths):
+            case = f"{batch} x {width} rows after {context}"
+            tell("attention", case, *_attention(table, config, like, batch, context, width))
+        for length in prompts:
+            case = f"a prompt of {length}"
+            tell("attention", case, *_attention(table, config, like, 1, 0, length))
+        for rows in (1, 16, 512):
+            for name, *numbers in _rows(table, config, like, rows):
+                tell(name, f"{rows} rows", *numbers)
     return found
+
+
+def _error(got: Tensor, wanted: Tensor) -> float | None:
+    if got.dtype == torch.int64:
+        return float((got != wanted).float().mean())
+    error = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    return error if math.isfinite(error) else None
 
 
 def _new(like: Tensor, *shape: int) -> Tensor:
@@ -54,27 +62,33 @@ def _new(like: Tensor, *shape: int) -> Tensor:
 
 def _attention(
     table: ops.Ops, config: TargetConfig, like: Tensor, batch: int, context: int, size: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Causal, over shuffled pages; what lies behind the rows is NaN."""
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     count = -(-(context + size) // PAGE)
-    pages = torch.randperm(batch * count, device=like.device).view(batch, count) + 1
+    # A part of a page table, as it is served.
+    pages = torch.zeros(batch, PAGES, dtype=torch.int64, device=like.device)[:, :count]
+    pages.copy_(torch.randperm(batch * count, device=like.device).view(batch, count) + 1)
     pool = _new(like, 1, batch * count + 2, PAGE, 2, kv_heads, dim)
     pool[:, pages[:, -1], (context + size - 1) % PAGE + 1 :] = float("nan")
     pool[:, -1] = 0
     start = torch.full((batch,), context, device=like.device)
     q = _new(like, batch, size, heads, dim)
-    attend = [
-        one(pages, start, size, True, None, rows)
-        for one, rows in ((table.attention, pool), (ops.attention, pool.float()))
-    ]
-    return attend[0](q, pool[0]), attend[1](q.float(), pool[0].float())
+
+    def run(attention: Callable[..., ops.Attend], q: Tensor, pool: Tensor) -> Tensor:
+        return attention(pages, start, size, True, None, pool)(q, pool[0])
+
+    return (
+        run(table.attention, q, pool),
+        run(ops.attention, q, pool),
+        run(ops.attention, q.float(), pool.float()),
+    )
 
 
 def _rows(
     table: ops.Ops, config: TargetConfig, like: Tensor, rows: int
-) -> list[tuple[str, Tensor, Tensor]]:
-    """Every other kernel, by both tables; tensors that are written come back too."""
+) -> list[tuple[str, Tensor, Tensor, Tensor]]:
+    """Every other kernel; tensors that are written come back too."""
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     h, delta = _new(like, rows, config.hidden_size), _new(like, rows, config.hidden_size)
     weight, unit = _new(like, config.hidden_size), _new(like, dim)
@@ -110,6 +124,6 @@ def _rows(
             "choose": table.choose(logits, *wishes),
         }
 
-    with torch.inference_mode():
-        mine, wanted = run(table, False), run(ops.REFERENCE, True)
-    return [(name, mine[name], wanted[name]) for name in mine]
+    mine, rounded = run(table, False), run(ops.REFERENCE, False)
+    wanted = run(ops.REFERENCE, True)
+    return [(name, mine[name], rounded[name], wanted[name]) for name in mine]

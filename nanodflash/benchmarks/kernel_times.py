@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from nanodflash import ops
 from nanodflash.models.qwen3 import Qwen3
 
-CACHED = 100e6  # bytes
-
 
 def kernel_times(
     model: Qwen3, table: ops.Ops, size: int, batch: int, context: int, peak: float
@@ -78,6 +76,7 @@ def kernel_times(
     calls["matrix lm_head"] = (lambda: model.logits(x), model.lm_head.numel() * item)
     torch.cuda.synchronize()  # what is measured runs on another stream
     found = []
+    cached = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     gc.collect()
     gc.disable()  # a kernel that it frees within a capture would end the capture
     try:
@@ -85,7 +84,7 @@ def kernel_times(
             ms = do_bench_cudagraph(call, rep=20)
             row = {"kernel": name, "batch": batch, "context": context, "ms": ms}
             # What the device's cache can hold is not read from memory.
-            share = moved / (ms * 1e-3) / (peak * 1e12) if moved > CACHED else None
+            share = moved / (ms * 1e-3) / (peak * 1e12) if moved > cached else None
             found.append(row | {"share": share})
     finally:
         gc.enable()

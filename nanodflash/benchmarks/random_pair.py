@@ -1,6 +1,7 @@
 """Random models in the public shape on a device, and engines for them; acceptance is scripted."""
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,19 +98,23 @@ class Bench:
         graphs: bool = True,
         overlap: bool = True,
         width: int | None = 0,
+        ahead: Sequence[int] = (),
     ) -> Engine:
         """An engine of its own on the same decoder.
 
         Args:
             width: rows that are verified; None measures, 0 is the whole block.
+            ahead: widths that are captured before anything is served.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # what made the models was on another stream
 
         def make(stream: Stream) -> ModelSteps:
-            return ModelSteps(
-                decoder, graphs, stream.capture if self.device.type == "cuda" else None
-            )
+            capture = stream.capture if self.device.type == "cuda" else None
+            steps = ModelSteps(decoder, graphs, capture)
+            if ahead:
+                steps.prepare(self.config.max_seqs, self.config.max_prefill, ahead)
+            return steps
 
         limit = self.config.max_model_len
         stream = lambda: open_stream(self.device, overlap)  # noqa: E731

@@ -1,11 +1,14 @@
-"""Results as text: what `bench.py` prints, and the README's table, both from the JSON alone."""
+"""Results as text: what `bench.py` prints, and the README's table, both import math
+import math
+from the JSON alone."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 SPREADS = ("first_ms", "token_ms")
-GPU_PARTS = ("tests", "errors", "same", "kernels", "cycles")
+GPU_PARTS = ("tests", "errors", "ahead", "same", "kernels", "cycles")
 PUBLISHED = 0.33  # lmsys.org, DFlash with overlap against without, Qwen3-8B on a B200
 
 
@@ -209,12 +212,16 @@ def gpu(result: dict[str, Any]) -> str:
             for row in result["kernels"]
         ]
     if "errors" not in failed:
-        worst: dict[str, dict[str, Any]] = {}
-        for row in result["errors"]:
-            if row["error"] >= worst.get(row["kernel"], row)["error"]:
-                worst[row["kernel"]] = row
-        lines += ["", "| kernel against its definition | largest error | at |", "|---|---|---|"]
-        lines += [f"| {k} | {row['error']:.1e} | {row['case']} |" for k, row in worst.items()]
+        lines += [
+            "",
+            "| kernel, worst case | error | the definition's own | at |",
+            "|---|---|---|---|",
+        ]
+        worst = {row["kernel"]: row for row in sorted(result["errors"], key=_badness)}
+        lines += [
+            f"| {kernel} | {_share(row['error'])} | {_share(row['rounding'])} | {row['case']} |"
+            for kernel, row in worst.items()
+        ]
     if "same" not in failed:
         same = result["same"]
         lines += [
@@ -223,6 +230,13 @@ def gpu(result: dict[str, Any]) -> str:
             f"whatever is proposed: {same['whatever_is_proposed']}. Plain decoding has the same "
             f"first {same['plain_same_until']} of {same['new_tokens']} tokens, the definitions "
             f"{same['definitions_same_until']}; different ids in a text: {same['different_ids']}.",
+        ]
+    if "ahead" not in failed:
+        made = result["ahead"]
+        lines += [
+            "",
+            f"Before it serves: {made['cycles']} cycles captured in {made['seconds']:.1f} s, "
+            f"{made['gib']:.2f} GiB; {made['in_service']} more for a request.",
         ]
     last = result["tests"].get("last", result["tests"].get("error", "no checkout"))
     return "\n".join([*lines, "", f"Kernel tests: {last}. {result['seconds']:.0f} s."])
@@ -234,6 +248,17 @@ def update_readme(path: Path, part: str, text: str) -> None:
     before, rest = path.read_text().split(begin)
     _, after = rest.split(end)
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def _badness(row: dict[str, Any]) -> float:
+    """Of an error, beside what rounding alone makes."""
+    if row["error"] is None:
+        return math.inf
+    return row["error"] / max(row["rounding"] or 0, 1e-9)
+
+
+def _share(error: float | None) -> str:
+    return "not finite" if error is None else f"{error:.1e}"
 
 
 def _rate(median: dict[str, float]) -> str:

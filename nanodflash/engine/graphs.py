@@ -22,14 +22,16 @@ Capture = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 
 
 class CapturedCycle(EagerCycle):
-    """The cycle of one key, captured when it is made.
+    """The cycle of one key: warmed up when it is made, then captured.
 
     Args:
-        rows:    B of the graphs.
-        capture: `Stream.capture`.
+        rows: B of the graphs.
     """
 
-    def __init__(self, decoder: Decoder, facts: Facts, rows: int, capture: Capture) -> None:
+    _finish: Callable[[], object]
+    _result: Result
+
+    def __init__(self, decoder: Decoder, facts: Facts, rows: int) -> None:
         super().__init__(decoder, facts)
         state = decoder.state.len
         self._spare = len(state) - 1
@@ -39,12 +41,16 @@ class CapturedCycle(EagerCycle):
         if facts.width > 1:
             size = (rows, decoder.block_size - 1)
             self._proposals = torch.zeros(size, dtype=torch.int64, device=state.device)
-        own = facts.width > 1 and decoder.proposer is None  # a caller's is run, not captured
+        # A caller's proposer is run, not captured.
+        self._drafts = facts.width > 1 and decoder.proposer is None
         for _ in range(WARM_UP):  # of padding rows alone, which change nothing
-            if own:
+            if self._drafts:
                 self._proposals = self.draft(self._slots)
             self._verify_and_commit()
-        if own:
+
+    def capture(self, capture: Capture) -> None:
+        """Make the graphs, with `Stream.capture`."""
+        if self._drafts:
             self._draft, self._proposals = capture(lambda: self.draft(self._slots))
         self._finish, self._result = capture(self._verify_and_commit)
 

@@ -33,6 +33,8 @@ class ModelSteps:
         graphs:  replay what is captured, or traces of cycles of few rows and of short prompts; off,
                  every step is run from Python.
         capture: of a stream that can hold a step as a graph.
+    Attributes:
+        cycles: what is replayed, by rows and facts.
     """
 
     def __init__(
@@ -40,9 +42,9 @@ class ModelSteps:
     ) -> None:
         self.decoder, self.graphs, self.capture = decoder, graphs, capture
         self.device = decoder.positions.device
-        self._cycles: dict[tuple[int, Facts], EagerCycle] = {}
+        self.cycles: dict[tuple[int, Facts], EagerCycle] = {}
         self._traces = Traces(decoder)
-        self._broken: RuntimeError | None = None
+        self._broken: list[EagerCycle] = []
 
     def run(
         self,
@@ -55,7 +57,7 @@ class ModelSteps:
         state, facts = self.decoder.state, plan.facts
         if facts.sampler == "full" and state.counts is None:
             state.count_tokens(self.decoder.vocab_size)
-            self._cycles.clear()  # they do not count
+            self.cycles.clear()  # they do not count
             self._traces = Traces(self.decoder)
         apply(plan, sections, state)
         mark("plan")
@@ -66,9 +68,9 @@ class ModelSteps:
             made += [first] if first is not None else []
             mark("prefill")
         if plan.rows:
-            known = len(self._cycles)
+            known = len(self.cycles)
             cycle = self.cycle_of(len(rows), facts)
-            if len(self._cycles) > known:
+            if len(self.cycles) > known:
                 mark("capture")
             made.append(cycle.run(rows, mark))
         parts = [one.record.flatten() for one in made]
@@ -119,6 +121,8 @@ class ModelSteps:
         for length in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
             spans = [Span(spare, 0, length, last=False)]
             prefill_step(self.decoder, spans, none, none, facts)
+        first = none.new_tensor([spare])  # and a first token, of a row that is not alive
+        prefill_step(self.decoder, [Span(spare, 0, 1, last=True)], none, first, facts)
         for rows in sorted({bucket(rows) for rows in range(1, max_seqs + 1)}, reverse=True):
             for width in widths:
                 self.cycle_of(rows, Facts(width, "greedy", size > 1, size))
@@ -135,26 +139,28 @@ class ModelSteps:
         facts = self._rounded(facts)
         rows = bucket(rows) if self.capture else rows
         key = (rows, facts)
-        if key not in self._cycles:
+        if key not in self.cycles:
             if self._broken:
                 return EagerCycle(self.decoder, facts)
-            self._cycles[key] = (
+            self.cycles[key] = (
                 self._captured(facts, rows, self.capture)
                 if self.capture
                 else TracedCycle(self.decoder, facts, self._traces)
             )
-        return self._cycles[key]
+        return self.cycles[key]
 
     def _captured(self, facts: Facts, rows: int, capture: Capture) -> EagerCycle:
         """A cycle as graphs. If that fails there are no more: torch may be in the middle of one."""
+        cycle = CapturedCycle(self.decoder, facts, rows)
         try:
-            return CapturedCycle(self.decoder, facts, rows, capture)
-        except torch.OutOfMemoryError:
-            raise
+            cycle.capture(capture)
         except RuntimeError as error:
-            self._broken = error  # its frames keep half a cycle, whose end could harm other graphs
+            self._broken.append(cycle)  # the end of its first graph could harm the others
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             warnings.warn(f"no more graphs, new steps run from Python: {error}", stacklevel=2)
             return EagerCycle(self.decoder, facts)
+        return cycle
 
     def _rounded(self, facts: Facts) -> Facts:
         """The same for every length that can share a graph or a trace."""

@@ -263,6 +263,7 @@ class CudaStream:
         self._latest: CudaEvent | None = None
         self._pool: Any = None  # of graphs, and gone with the last of them
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        self._lost: list[torch.cuda.CUDAGraph] = []
         self._meet()
 
     def _meet(self) -> None:
@@ -326,6 +327,9 @@ class CudaStream:
             try:
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
                     made = work()
+            except BaseException:
+                self._lost.append(graph)  # its end would clear a workspace that others use
+                raise
             finally:
                 if collects:
                     gc.enable()

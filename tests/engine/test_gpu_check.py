@@ -1,6 +1,7 @@
 """What `bench.py --gpu-check` measures, on a CPU at a small size: that it measures what it says."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -84,7 +85,8 @@ class Errors:
         self.rows = kernel_errors(table, config, like, **sizes, prompts=(33, 130))
 
     def worst(self, kernel: str) -> float:
-        return max(row["error"] for row in self.rows if row["kernel"].startswith(kernel))
+        errors = [row["error"] for row in self.rows if row["kernel"].startswith(kernel)]
+        return math.inf if None in errors else max(errors)
 
 
 def test_a_kernel_that_is_wrong_is_seen() -> None:
@@ -100,7 +102,10 @@ def test_a_kernel_that_is_wrong_is_seen() -> None:
         inject_rows=lambda kv, norms, *rest: ops.inject_rows(kv, norms.flip(0), *rest),
         silu_mul=lambda x: ops.silu_mul(x.flip(-1)),
         argmax=lambda x: ops.argmax(-x),
+        rms_norm=lambda *given: ops.rms_norm(*given) * math.nan,
     )
+    assert wrong.worst("rms_norm") == math.inf
+    assert None in [row["error"] for row in json.loads(json.dumps(wrong.rows, allow_nan=False))]
     for kernel in ("attention", "inject_rows", "silu_mul", "argmax"):
         assert wrong.worst(kernel) > 0.1
     assert wrong.worst("choose") == wrong.worst("add_rms_norm") == 0
@@ -133,7 +138,8 @@ def test_what_is_measured_is_told_row_by_row(
             "tb_per_second": 4.8,
             "tflops": None,
             "tests": {"ran": True, "ok": False, "last": "1 failed"},
-            "errors": Errors().rows,
+            "errors": Errors(rms_norm=lambda *given: ops.rms_norm(*given) * math.nan).rows,
+            "ahead": {"seconds": 3.0, "cycles": 21, "gib": 0.5, "in_service": 0},
             "same": same,
             "kernels": [kernel | {"share": None}, kernel | {"share": 0.5}],
             "cycles": json.loads(json.dumps(rows)),
@@ -142,6 +148,13 @@ def test_what_is_measured_is_told_row_by_row(
     )
     for wanted in ("| 4 | 20 | DFlash: RuntimeError: no more memory |", "cached |", "50% |", "[7]"):
         assert wanted in text
+    assert "| rms_norm | not finite | 0.0e+00 |" in text
+    assert "| attention | 0.0e+00 | 0.0e+00 |" in text
+
+
+def test_nothing_is_measured_behind_the_end(bench: random_pair.Bench) -> None:
+    rows = gpu.run_cycles(bench, (1,), (20,), 3, (), end=0.0)
+    assert [row["error"] for row in rows] == ["TimeoutError: no time left"] * 3
 
 
 def test_a_wait_has_an_end(bench: random_pair.Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(llm: Any) -> dict[Any, CapturedCycle]:
-    cycles = llm.engine.runner.steps._cycles
+    cycles = llm.engine.runner.steps.cycles
     assert all(type(cycle) is CapturedCycle for cycle in cycles.values())
     return cycles
 
@@ -158,7 +158,7 @@ def test_a_capture_leaves_no_trace(open_llm: Any, no_leak: Any, taped: None) -> 
     pools = (decoder.target_pool.rows, decoder.draft_pool.rows)
     state = [value for value in vars(decoder.state).values() if value is not None]
     before = [pool[:, 1:].clone() for pool in pools] + [value[:-1].clone() for value in state]
-    CapturedCycle(decoder, Facts(16, "greedy", True, 64), 2, capture)
+    CapturedCycle(decoder, Facts(16, "greedy", True, 64), 2).capture(capture)
     after = [pool[:, 1:] for pool in pools] + [value[:-1] for value in state]
     assert all(a.equal(b) for a, b in zip(after, before, strict=True))
 
@@ -190,12 +190,22 @@ def test_a_baked_length_is_found(open_llm: Any, expect: Any, monkeypatch: Any) -
     state.len[0] = 0
 
 
-def test_captured_ahead(open_llm: Any, taped: None) -> None:
+def test_captured_ahead(open_llm: Any, taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch size and width, the largest first; a greedy request then captures nothing."""
     llm = open_llm(page_size=16, max_seqs=12)
-    decoder = llm.engine.runner.steps.decoder
+    decoder, chunks = llm.engine.runner.steps.decoder, list[tuple[int, bool]]()
     before = [pool.rows[:, 1:].clone() for pool in (decoder.target_pool, decoder.draft_pool)]
-    llm.engine.runner.steps.prepare(12, 100, (16, 8))
+    prefill = steps.prefill_step
+
+    def noted(decoder: Any, spans: Any, *rest: Any) -> Any:
+        chunks.extend((span.stop - span.start, span.last) for span in spans)
+        assert {span.slot for span in spans} == {12}  # the spare one
+        return prefill(decoder, spans, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "prefill_step", noted)
+        llm.engine.runner.steps.prepare(12, 100, (16, 8))
+    assert chunks == [*((length, False) for length in (1, 2, 4, 8, 16, 32, 64, 100)), (1, True)]
     keys = [(rows, facts.width) for rows, facts in captured(llm)]
     assert keys == [(rows, width) for rows in (16, 8, 4, 2, 1) for width in (16, 8)]
     for pool, rows in zip((decoder.target_pool, decoder.draft_pool), before, strict=True):
@@ -228,7 +238,11 @@ def test_a_capture_that_fails(
                 assert output.token_ids == expect(prompt(length), SAMPLING["greedy"])[0]
     assert ["no more graphs" in str(one.message) for one in told] == [True]
     assert calls == at + 1
-    kinds = Counter(type(cycle) for cycle in llm.engine.runner.steps._cycles.values())
+    # What was half made stays: the end of a graph may harm others.
+    (half,) = llm.engine.runner.steps._broken
+    assert isinstance(half, CapturedCycle)
+    assert (half._draft is not None) == bool(at % 2)
+    kinds = Counter(type(cycle) for cycle in llm.engine.runner.steps.cycles.values())
     assert kinds[CapturedCycle] == at // 2
 
 

@@ -230,6 +230,22 @@ def record(call: Callable[[], None]) -> list[Launch]:
     return launches
 
 
+def variants_of(shape: Shape, size: int) -> set[str]:
+    """What attention over a prompt chunk of this many tokens launches."""
+    launches = record(lambda: attend(shape, 1, size, True))
+    return {repr((launch.kernel.__name__, *launch[1:])) for launch in launches}
+
+
+def not_ahead(most: int, step: int) -> dict[str, list[int]]:
+    """By model, chunk lengths up to `most` whose variants `ModelSteps.prepare` does not compile."""
+    lengths, found = range(1, most + 1, step), dict[str, list[int]]()
+    for name, shape in SHAPES.items():
+        powers = (min(1 << power, most) for power in range(most.bit_length() + 1))
+        ahead = set().union(*(variants_of(shape, length) for length in powers))
+        found[name] = [length for length in lengths if not variants_of(shape, length) <= ahead]
+    return found
+
+
 def usage(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes a thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -277,7 +293,11 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--few", action="count", default=0, help="each kernel once; twice: less")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which of how many")
+    parser.add_argument("--not-ahead", type=int, nargs=2, help="most tokens of a chunk, and step")
     args = parser.parse_args()
+    if args.not_ahead:
+        print(json.dumps(not_ahead(*args.not_ahead)))
+        return
     names = (list(variants()), FEW, FEWEST)[args.few]
     for row in compiled(names, args.arch, tuple(args.part)):
         print(json.dumps(row), flush=True)

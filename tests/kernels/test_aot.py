@@ -78,6 +78,14 @@ def test_every_kernel_compiles_within_its_limits(tmp_path: Path) -> None:
     assert {row["kernel"] for row in rows if row["arch"] == 90} == KERNELS
 
 
+@pytest.mark.parametrize(("most", "step"), [(4608, 29), (300, 1)])
+def test_no_chunk_is_compiled_in_service(tmp_path: Path, most: int, step: int) -> None:
+    """What the powers of two launch is all that any length does."""
+    (late,) = table(tmp_path, ("--not-ahead", str(most), str(step)))
+    assert not any(late.values()), late
+    assert len(late) == 5
+
+
 @pytest.mark.slow
 def test_every_variant_compiles_within_its_limits(tmp_path: Path) -> None:
     rows = table(
