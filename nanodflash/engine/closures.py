@@ -33,7 +33,7 @@ from nanodflash.decoding.plan import Facts
 from nanodflash.engine.lean import PackedWeights, lean
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
-MOST = 12  # traces an engine keeps: each is some 6 MiB, which torch never gives back
+MOST = 12  # traces an engine keeps: each is some 5 MiB, which torch never gives back
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 MAX_PROMPT = 64  # likewise, tokens of a prompt, rounded up
 
@@ -157,6 +157,7 @@ class Traces:
         if not made:  # PYTORCH_JIT=0: `traced` is `recorded`
             return self.made[one](*given)
         graphs.clear()  # torch keeps `recorded`, and 1 MiB more with it
+        torch._C._jit_pass_constant_pooling(traced.graph)  # half of it are numbers, one by one
         return made.pop()
 
 
