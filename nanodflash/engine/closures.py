@@ -157,7 +157,8 @@ class Traces:
         if not made:  # PYTORCH_JIT=0: `traced` is `recorded`
             return self.made[one](*given)
         graphs.clear()  # torch keeps `recorded`, and 1 MiB more with it
-        torch._C._jit_pass_constant_pooling(traced.graph)  # half of it are numbers, one by one
+        # Half of it are numbers, one by one.
+        torch._C._jit_pass_constant_pooling(traced.graph)  # type: ignore[attr-defined]
         return made.pop()
 
 
