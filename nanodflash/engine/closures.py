@@ -33,7 +33,7 @@ from nanodflash.decoding.plan import Facts
 from nanodflash.engine.lean import PackedWeights, lean
 
 AFTER = 128  # uses of a key before it is traced: what that costs is saved in about so many
-MOST = 12  # traces an engine keeps: each is some 5 MiB, which torch never gives back
+MOST = 9  # traces an engine keeps: each is 5 to 9 MiB, which torch never gives back
 MAX_ROWS = 4  # with more rows arithmetic outweighs dispatch, and there would be many keys
 MAX_PROMPT = 64  # likewise, tokens of a prompt, rounded up
 
@@ -138,10 +138,7 @@ class Traces:
         # It runs twice. K/V rows are written alike both times; what is known of the slots must be
         # as it was, since a second commit would be one more.
         before = [tensor.clone() for tensor in self._state]
-        recorder = Recorder(given)
-        with recorder:
-            results = step(*inputs)
-        graphs = [lean(recorder.finish(results))]
+        graphs = [lean(_record(step, inputs, given))]
         packed = self._packed.use(graphs[0])
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
@@ -160,6 +157,14 @@ class Traces:
         # Half of it are numbers, one by one.
         torch._C._jit_pass_constant_pooling(traced.graph)  # type: ignore[attr-defined]
         return made.pop()
+
+
+def _record(step: Callable[..., Tensors], inputs: Tensors, given: Tensors) -> GraphModule:
+    """What a step does. All that it made in between is free on return: torch makes it once more."""
+    recorder = Recorder(given)
+    with recorder:
+        results = step(*inputs)
+    return recorder.finish(results)
 
 
 class _Notes:
@@ -220,6 +225,6 @@ def _present(*tensors: Tensor | None) -> Tensors:
 
 
 def round_pages(pages: int) -> int:
-    """Round up so that few keys occur: exact to 4, then two steps an octave."""
-    grain = 1 << (pages.bit_length() - 2) if pages > 4 else 1
+    """Round up so that few keys occur: 2, 4, then two steps an octave."""
+    grain = 1 << (pages.bit_length() - 2) if pages > 4 else 2
     return -(-pages // grain) * grain
