@@ -123,7 +123,7 @@ def commit(shape: Shape, batch: int, size: int, counted: bool) -> None:
         counts = new(batch + 1, shape.vocab, dtype=torch.int32)
     accept.accept_commit(
         ids(batch),
-        ids(batch, BLOCK - 1) if size > 1 else None,
+        ids(batch, size - 1),
         ids(batch, size),
         *[slots] * 6,
         ids(batch + 1, 16),
