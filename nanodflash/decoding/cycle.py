@@ -145,10 +145,15 @@ def prompt_step(decoder: Decoder, slots: Tensor, start: Tensor, size: int, facts
     """`prefill_step` of whole prompts in one shape: each the last `size` rows or fewer.
 
     Rows behind a prompt's end hold whatever ids were there. Their K/V goes where the first block's
-    will, behind `len`, and nobody sees it; so `size` passes an end by less than a block.
+    will, behind `len`, and nobody sees it.
 
     Args:
-        slots: [B], their rows come alive.  start: [B], the first position that is not cached.
+        slots: [B] int64, their rows come alive.
+        start: [B] int64, the first position that is not cached.
+        size:  rows of each; passes the end of a prompt by less than a block.
+        facts: of the step; width is not used.
+    Returns:
+        The result of the slots, W = 1.
     """
     state, pool = decoder.state, decoder.target_pool
     positions = start[:, None] + decoder.positions[:size]

@@ -80,7 +80,11 @@ class PackedWeights:
         self._made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def use(self, graph: GraphModule) -> list[Tensor]:
-        """Rewrite the products of a lean graph; what it is given from now on behind its inputs."""
+        """Rewrite the products of a lean graph, for the rows that it was recorded with.
+
+        Returns:
+            What it is given from now on behind its inputs, in MKL's own layout: never to be cloned.
+        """
         if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
             return []
         nodes, products = graph.graph, _products(graph)

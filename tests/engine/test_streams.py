@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -375,9 +375,8 @@ class LateCuda:
         self.waits, self.alive = 0, weakref.WeakSet[Any]()
         cuda = self
 
-        class Stream:
-            def __init__(self, device: Any) -> None:
-                pass
+        class Stream(NamedTuple):
+            device: Any
 
             def query(self) -> bool:
                 return clock.now >= cuda.busy
